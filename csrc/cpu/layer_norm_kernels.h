@@ -1,0 +1,761 @@
+// The CPU kernels, written once and compiled once per instruction set. The including file defines
+//   FASTNORM_CPU_NAMESPACE     the namespace that keeps this instruction set's code apart,
+//   FASTNORM_CPU_VECTOR_BYTES  how wide a vector is,
+// has included every header that is needed here, and has told the compiler the instruction set
+// only after that. So no function that other files share is compiled for a newer machine: nothing
+// here may include a standard header or call an inline function of the standard library.
+//
+// A row is walked in whole vectors. Columns left over are taken by one more vector that ends at
+// the row's end: lanes it takes a second time are masked out of sums and written again unchanged.
+// Rows narrower than a vector are first copied to the end of a buffer, where there is room for
+// this. So lanes own columns by index alone, and a row's bits do not depend on where it lies.
+
+namespace fastnorm::cpu::FASTNORM_CPU_NAMESPACE {
+namespace {
+
+#include "layer_norm_vectors.h"
+
+template <typename T>
+const T* row_at(const void* base, int64_t row, int64_t stride) {
+  return static_cast<const T*>(base) + row * stride;
+}
+
+// Copies of up to kRows rows narrower than a vector, each at the end of a vector's room.
+template <typename T, int kRows = 1>
+struct NarrowRows {
+  static constexpr int64_t kStride = kLanes<Float<T>>;
+  T room[kRows * kStride] = {};
+
+  T* row(int64_t index, int64_t cols) { return room + (index + 1) * kStride - cols; }
+};
+
+template <typename T>
+void copy(const T* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+// weight or bias. A missing one is a constant vector that all columns read.
+template <typename W>
+struct Parameter {
+  const W* data;
+  int64_t step;
+
+  FASTNORM_INLINE Vector<Float<W>> operator[](int64_t column) const {
+    return load(data + column * step);
+  }
+  Parameter from(int64_t column) const { return {data + column * step, step}; }
+};
+
+template <typename W>
+Parameter<W> parameter(const void* data, Float<W> constant, int64_t cols, NarrowRows<W>* narrow) {
+  if (data == nullptr) {
+    store(narrow->room, constant - Vector<Float<W>>{});
+    return {narrow->room, 0};
+  }
+  const W* values = static_cast<const W*>(data);
+  if (cols >= kLanes<Float<W>>) return {values, 1};
+  copy(values, narrow->row(0, cols), cols);
+  return {narrow->row(0, cols), 1};
+}
+
+// ---- forward ----
+
+// Two passes over a tile that lies in the L1 cache. The first one's mean need only be near: the
+// second sums the deviations from it as well as their squares, and corrects both. Each term is
+// divided before it is added, so that the sum does not overflow where the mean does not.
+template <typename X>
+[[gnu::noinline]] Moments tile_moments(const X* x, int64_t cols) {
+  using F = Float<X>;
+  constexpr int64_t kStep = kLanes<F>;
+  constexpr int kChains = 4;  // independent sums, to hide the latency of addition
+  const F inverse = F(1) / static_cast<F>(cols);
+  const Bits<F> tail = last_lanes<F>(cols % kStep);
+
+  Vector<F> sums[kChains] = {};
+  int64_t i = 0;
+  for (; i + kChains * kStep <= cols; i += kChains * kStep) {
+    for (int k = 0; k < kChains; ++k) sums[k] += load(x + i + k * kStep) * inverse;
+  }
+  for (; i + kStep <= cols; i += kStep) sums[0] += load(x + i) * inverse;
+  if (i < cols) sums[1] += masked<F>(load(x + cols - kStep), tail) * inverse;
+  const F near = sum_lanes<F>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+
+  Vector<F> deviations[kChains] = {};
+  Vector<F> squares[kChains] = {};
+  for (i = 0; i + kChains * kStep <= cols; i += kChains * kStep) {
+    for (int k = 0; k < kChains; ++k) {
+      const Vector<F> deviation = load(x + i + k * kStep) - near;
+      deviations[k] += deviation * inverse;
+      squares[k] += deviation * deviation;
+    }
+  }
+  for (; i + kStep <= cols; i += kStep) {
+    const Vector<F> deviation = load(x + i) - near;
+    deviations[0] += deviation * inverse;
+    squares[0] += deviation * deviation;
+  }
+  if (i < cols) {
+    const Vector<F> deviation = masked<F>(load(x + cols - kStep) - near, tail);
+    deviations[1] += deviation * inverse;
+    squares[1] += deviation * deviation;
+  }
+  const double correction =
+      sum_lanes<F>((deviations[0] + deviations[1]) + (deviations[2] + deviations[3]));
+  const double square_sum = sum_lanes<F>((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  const double remaining = square_sum - static_cast<double>(cols) * correction * correction;
+  return {near + correction, remaining < 0 ? 0 : remaining};
+}
+
+// Merges a row's tiles, in order (Chan, Golub and LeVeque 1979).
+class RowMoments {
+ public:
+  FASTNORM_INLINE RowMoments(const Moments& first_tile, int64_t cols)
+      : all_(first_tile), cols_(static_cast<double>(cols)) {}
+
+  FASTNORM_INLINE void add(const Moments& tile, int64_t cols) {
+    const double tile_cols = static_cast<double>(cols);
+    const double difference = tile.mean - all_.mean;
+    const double share = tile_cols / (cols_ + tile_cols);
+    all_.mean += difference * share;
+    all_.squares += tile.squares + difference * difference * cols_ * share;
+    cols_ += tile_cols;
+  }
+
+  FASTNORM_INLINE const Moments& all() const { return all_; }
+
+ private:
+  Moments all_;
+  double cols_;
+};
+
+template <typename F>
+struct Statistics {
+  F mean;
+  F rstd;
+};
+
+template <typename F>
+Statistics<F> statistics_at(const ForwardArgs& args, int64_t row) {
+  return {static_cast<const F*>(args.mean)[row], static_cast<const F*>(args.rstd)[row]};
+}
+
+template <typename F>
+Statistics<F> write_statistics(const ForwardArgs& args, int64_t row, const Moments& moments) {
+  const double variance = moments.squares / static_cast<double>(args.cols);
+  static_cast<F*>(args.mean)[row] = static_cast<F>(moments.mean);
+  static_cast<F*>(args.rstd)[row] = static_cast<F>(1 / __builtin_sqrt(variance + args.eps));
+  return statistics_at<F>(args, row);
+}
+
+template <typename X, typename Y, typename W, typename B>
+FASTNORM_INLINE void normalize_vector(const X* x, const Parameter<W>& weight,
+                                      const Parameter<B>& bias, const Statistics<Float<X>>& row, Y* y,
+                                      int64_t column) {
+  const Vector<Float<X>> normalized = (load(x + column) - row.mean) * row.rstd;
+  store(y + column, normalized * weight[column] + bias[column]);
+}
+
+template <typename X, typename Y, typename W, typename B>
+[[gnu::noinline]] void normalize(const X* __restrict x, Parameter<W> weight, Parameter<B> bias,
+                                 Statistics<Float<X>> row, Y* __restrict y, int64_t cols,
+                                 int64_t x_ahead, int64_t y_ahead) {
+  constexpr int64_t kStep = kLanes<Float<X>>;
+  int64_t i = 0;
+  for (; i + 2 * kStep <= cols; i += 2 * kStep) {
+    __builtin_prefetch(x + i + x_ahead);
+    __builtin_prefetch(y + i + y_ahead, 1);
+    normalize_vector(x, weight, bias, row, y, i);
+    normalize_vector(x, weight, bias, row, y, i + kStep);
+  }
+  if (i + kStep <= cols) {
+    normalize_vector(x, weight, bias, row, y, i);
+    i += kStep;
+  }
+  if (i < cols) normalize_vector(x, weight, bias, row, y, cols - kStep);
+}
+
+struct ForwardJob {
+  const ForwardArgs* args;
+  Moments* moments;  // of every row's tiles, where rows are shared
+  int64_t tiles;
+};
+
+template <typename X, typename Y, typename W, typename B>
+struct Forward {
+  using F = Float<X>;
+
+  static void whole_rows(void* context, int64_t begin, int64_t end) {
+    const ForwardJob& job = *static_cast<const ForwardJob*>(context);
+    const ForwardArgs& args = *job.args;
+    const int64_t cols = args.cols;
+    const bool narrow = cols < kLanes<F>;
+    NarrowRows<X> narrow_x;
+    NarrowRows<Y> narrow_y;
+    NarrowRows<W> narrow_weight;
+    NarrowRows<B> narrow_bias;
+    const Parameter<W> weight = parameter<W>(args.weight, 1, cols, &narrow_weight);
+    const Parameter<B> bias = parameter<B>(args.bias, 0, cols, &narrow_bias);
+    for (int64_t row = begin; row < end; ++row) {
+      const X* x = row_at<X>(args.x, row, args.x_row_stride);
+      Y* const y = static_cast<Y*>(args.y) + row * cols;
+      Y* y_or_copy = y;
+      if (narrow) {
+        copy(x, narrow_x.row(0, cols), cols);
+        x = narrow_x.row(0, cols);
+        y_or_copy = narrow_y.row(0, cols);
+      }
+      const Tile first = tile_at(0, cols);
+      RowMoments moments(tile_moments(x, first.size), first.size);
+      for (int64_t tile = 1; tile < job.tiles; ++tile) {
+        const Tile next = tile_at(tile, cols);
+        moments.add(tile_moments(x + next.begin, next.size), next.size);
+      }
+      const Statistics<F> statistics = write_statistics<F>(args, row, moments.all());
+      normalize(x, weight, bias, statistics, y_or_copy, cols,
+                row + 1 < end ? args.x_row_stride : 0, row + 1 < end ? cols : 0);
+      if (narrow) copy<Y>(y_or_copy, y, cols);
+    }
+  }
+
+  static void tiles_moments(void* context, int64_t begin, int64_t end) {
+    const ForwardJob& job = *static_cast<const ForwardJob*>(context);
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(i % job.tiles, job.args->cols);
+      const X* x = row_at<X>(job.args->x, i / job.tiles, job.args->x_row_stride);
+      job.moments[i] = tile_moments(x + tile.begin, tile.size);
+    }
+  }
+
+  static void tiles_normalize(void* context, int64_t begin, int64_t end) {
+    const ForwardJob& job = *static_cast<const ForwardJob*>(context);
+    const ForwardArgs& args = *job.args;
+    NarrowRows<W> constant_weight;
+    NarrowRows<B> constant_bias;
+    const Parameter<W> weight = parameter<W>(args.weight, 1, args.cols, &constant_weight);
+    const Parameter<B> bias = parameter<B>(args.bias, 0, args.cols, &constant_bias);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / job.tiles;
+      const Tile tile = tile_at(i % job.tiles, args.cols);
+      normalize(row_at<X>(args.x, row, args.x_row_stride) + tile.begin, weight.from(tile.begin),
+                bias.from(tile.begin), statistics_at<F>(args, row),
+                static_cast<Y*>(args.y) + row * args.cols + tile.begin, tile.size, 0, 0);
+    }
+  }
+
+  static void run(const ForwardArgs& args, Moments* scratch, const ThreadPool& pool) {
+    const ForwardPartition partition = fastnorm::cpu::partition(args);
+    ForwardJob job{&args, scratch, tile_count(args.cols)};
+    if (!partition.share_rows) {
+      pool.run(args.rows, partition.rows_per_task, whole_rows, &job);
+      return;
+    }
+    pool.run(args.rows * job.tiles, 1, tiles_moments, &job);
+    for (int64_t row = 0; row < args.rows; ++row) {
+      const Moments* tiles = scratch + row * job.tiles;
+      RowMoments moments(tiles[0], tile_at(0, args.cols).size);
+      for (int64_t tile = 1; tile < job.tiles; ++tile) {
+        moments.add(tiles[tile], tile_at(tile, args.cols).size);
+      }
+      write_statistics<F>(args, row, moments.all());
+    }
+    pool.run(args.rows * job.tiles, 1, tiles_normalize, &job);
+  }
+};
+
+using ForwardRun = void (*)(const ForwardArgs& args, Moments* scratch, const ThreadPool& pool);
+
+// A missing weight or bias is a float constant whatever its dtype.
+template <typename X, typename Y, typename W>
+ForwardRun choose_bias(const ForwardArgs& args) {
+  const bool full = args.bias == nullptr || args.bias_dtype == accumulation_dtype(args.x_dtype);
+  return full ? Forward<X, Y, W, Float<X>>::run : Forward<X, Y, W, X>::run;
+}
+
+template <typename X, typename Y>
+ForwardRun choose_weight(const ForwardArgs& args) {
+  const bool full = args.weight == nullptr || args.weight_dtype == accumulation_dtype(args.x_dtype);
+  return full ? choose_bias<X, Y, Float<X>>(args) : choose_bias<X, Y, X>(args);
+}
+
+template <typename X>
+ForwardRun choose_y(const ForwardArgs& args) {
+  switch (args.y_dtype) {
+    case DType::kFloat16:
+      return choose_weight<X, Float16>(args);
+    case DType::kBFloat16:
+      return choose_weight<X, BFloat16>(args);
+    default:
+      return choose_weight<X, float>(args);
+  }
+}
+
+ForwardRun choose_forward(const ForwardArgs& args) {
+  switch (args.x_dtype) {
+    case DType::kFloat16:
+      return choose_y<Float16>(args);
+    case DType::kBFloat16:
+      return choose_y<BFloat16>(args);
+    case DType::kFloat64:
+      return choose_weight<double, double>(args);
+    default:
+      return choose_y<float>(args);
+  }
+}
+
+template <typename F>
+void fill_empty_rows(const ForwardArgs& args) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    static_cast<F*>(args.mean)[row] = 0;
+    static_cast<F*>(args.rstd)[row] = static_cast<F>(__builtin_nan(""));
+  }
+}
+
+void forward(const ForwardArgs& args, Moments* scratch, const ThreadPool& pool) {
+  if (args.rows == 0) return;
+  if (args.cols > 0) return choose_forward(args)(args, scratch, pool);
+  const bool is_double = args.x_dtype == DType::kFloat64;
+  is_double ? fill_empty_rows<double>(args) : fill_empty_rows<float>(args);
+}
+
+// ---- backward ----
+// With n = (x - mean) * rstd and g = weight * dy, and means over the row's columns:
+//   dx = rstd * (g - mean(g) - n * mean(g * n)),  dw = sum of dy * n,  db = sum of dy over rows.
+
+// One tile of some rows that lie a fixed distance apart. All pointers are to the tile's first
+// column; dw, db are sums to add to; `row_sums` holds two per row to add to: of g and of g * n.
+template <typename F>
+struct TileOfRows {
+  const void* dy;
+  int64_t dy_stride;
+  const void* x;
+  int64_t x_stride;
+  const void* weight;
+  int64_t weight_step;
+  const F* mean;
+  const F* rstd;
+  F* dw;
+  F* db;
+  double* row_sums;
+  int64_t cols;
+};
+
+template <typename F>
+using AddTile = void (*)(const TileOfRows<F>& tile);
+
+// kRows rows together, so that the sums over rows are loaded and stored once for all of them.
+template <int kRows, bool kDx, bool kDw, bool kDb, typename Dy, typename X, typename W>
+struct TileSums {
+  using F = Float<X>;
+  static constexpr int64_t kStep = kLanes<F>;
+
+  const TileOfRows<F>& tile;
+  Parameter<W> weight;
+  F mean[kRows] = {};
+  F rstd[kRows] = {};
+  Vector<F> g_sums[kRows] = {};
+  Vector<F> gn_sums[kRows] = {};
+
+  template <bool kMasked>
+  FASTNORM_INLINE void add(int64_t column, Bits<F> mask) {
+    Vector<F> dw, db, w;
+    if constexpr (kDw) dw = load(tile.dw + column);
+    if constexpr (kDb) db = load(tile.db + column);
+    if constexpr (kDx) w = weight[column];
+    for (int r = 0; r < kRows; ++r) {
+      Vector<F> dy = load(row_at<Dy>(tile.dy, r, tile.dy_stride) + column);
+      if constexpr (kMasked) dy = masked<F>(dy, mask);
+      if constexpr (kDb) db += dy;
+      if constexpr (kDx || kDw) {
+        const Vector<F> x = load(row_at<X>(tile.x, r, tile.x_stride) + column);
+        Vector<F> n = (x - mean[r]) * rstd[r];
+        if constexpr (kMasked) n = masked<F>(n, mask);
+        if constexpr (kDw) dw += dy * n;
+        if constexpr (kDx) {
+          Vector<F> g = w * dy;
+          if constexpr (kMasked) g = masked<F>(g, mask);
+          g_sums[r] += g;
+          gn_sums[r] += g * n;
+        }
+      }
+    }
+    if constexpr (kDw) store(tile.dw + column, dw);
+    if constexpr (kDb) store(tile.db + column, db);
+  }
+
+  [[gnu::noinline]] static void run(const TileOfRows<F>& tile) {
+    TileSums sums{tile, {static_cast<const W*>(tile.weight), tile.weight_step}};
+    for (int r = 0; r < kRows; ++r) {
+      sums.mean[r] = tile.mean[r];
+      sums.rstd[r] = tile.rstd[r];
+    }
+    int64_t i = 0;
+    for (; i + kStep <= tile.cols; i += kStep) sums.template add<false>(i, Bits<F>{});
+    if (i < tile.cols) {
+      sums.template add<true>(tile.cols - kStep, last_lanes<F>(tile.cols % kStep));
+    }
+    if constexpr (kDx) {
+      for (int r = 0; r < kRows; ++r) {
+        tile.row_sums[2 * r] += sum_lanes<F>(sums.g_sums[r]);
+        tile.row_sums[2 * r + 1] += sum_lanes<F>(sums.gn_sums[r]);
+      }
+    }
+  }
+};
+
+template <int kRows, typename Dy, typename X, typename W>
+AddTile<Float<X>> choose_sums(const BackwardArgs& args) {
+  const bool dw = args.dw != nullptr, db = args.db != nullptr;
+  if (args.dx != nullptr) {
+    if (dw && db) return TileSums<kRows, true, true, true, Dy, X, W>::run;
+    if (dw) return TileSums<kRows, true, true, false, Dy, X, W>::run;
+    if (db) return TileSums<kRows, true, false, true, Dy, X, W>::run;
+    return TileSums<kRows, true, false, false, Dy, X, W>::run;
+  }
+  // The weight is not read, nor is x for db alone.
+  if (dw && db) return TileSums<kRows, false, true, true, Dy, X, Float<X>>::run;
+  if (dw) return TileSums<kRows, false, true, false, Dy, X, Float<X>>::run;
+  return TileSums<kRows, false, false, true, Dy, Float<X>, Float<X>>::run;
+}
+
+// The row's mean(g) and mean(g * n), and its statistics.
+template <typename F>
+struct RowScalars {
+  F mean;
+  F rstd;
+  F g_mean;
+  F gn_mean_rstd;
+};
+
+template <typename Dy, typename X, typename W>
+FASTNORM_INLINE void write_dx_vector(const Dy* dy, const X* x, const Parameter<W>& weight,
+                                     const RowScalars<Float<X>>& row, X* dx, int64_t column) {
+  const Vector<Float<X>> deviation = load(x + column) - row.mean;
+  const Vector<Float<X>> g = weight[column] * load(dy + column) - row.g_mean;
+  store(dx + column, (g - deviation * row.gn_mean_rstd) * row.rstd);
+}
+
+template <typename Dy, typename X, typename W>
+[[gnu::noinline]] void write_dx(const Dy* __restrict dy, const X* __restrict x, Parameter<W> weight,
+                                const RowScalars<Float<X>> row, X* __restrict dx, int64_t cols) {
+  constexpr int64_t kStep = kLanes<Float<X>>;
+  int64_t i = 0;
+  for (; i + 2 * kStep <= cols; i += 2 * kStep) {
+    write_dx_vector(dy, x, weight, row, dx, i);
+    write_dx_vector(dy, x, weight, row, dx, i + kStep);
+  }
+  if (i + kStep <= cols) {
+    write_dx_vector(dy, x, weight, row, dx, i);
+    i += kStep;
+  }
+  if (i < cols) write_dx_vector(dy, x, weight, row, dx, cols - kStep);
+}
+
+template <typename F>
+struct BackwardJob {
+  const BackwardArgs* args;
+  const BackwardPartition* partition;
+  F* slots;
+  AddTile<F> add_rows;  // of kGroup rows
+  AddTile<F> add_row;
+  int64_t tiles;
+  // Where rows are shared: the block at work, its rows' tiles' sums, and its rows' sums.
+  int64_t first_row;
+  int64_t block_rows;
+  double* tile_sums;
+  double* row_sums;
+};
+
+constexpr int64_t kGroup = 4;  // rows added together
+
+template <typename F>
+void set_to_zero(F* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = 0;
+}
+
+template <typename Dy, typename X, typename W>
+struct Backward {
+  using F = Float<X>;
+  using Job = BackwardJob<F>;
+
+  static RowScalars<F> row_scalars(const BackwardArgs& args, int64_t row, const double* sums) {
+    const F mean = static_cast<const F*>(args.mean)[row];
+    const F rstd = static_cast<const F*>(args.rstd)[row];
+    const double cols = static_cast<double>(args.cols);
+    const F gn_mean = static_cast<F>(sums[1] / cols);
+    return {mean, rstd, static_cast<F>(sums[0] / cols), gn_mean * rstd};
+  }
+
+  // Adds blocks of whole rows into their slots, and writes the rows' dx.
+  static void whole_rows(void* context, int64_t begin, int64_t end) {
+    const Job& job = *static_cast<const Job*>(context);
+    const BackwardArgs& args = *job.args;
+    const BackwardPartition& partition = *job.partition;
+    const int64_t cols = args.cols;
+    const bool narrow = cols < kLanes<F>;
+    NarrowRows<Dy, kGroup> narrow_dy;
+    NarrowRows<X, kGroup> narrow_x;
+    NarrowRows<X> narrow_dx;
+    NarrowRows<W> narrow_weight;
+    const Parameter<W> weight = parameter<W>(args.weight, 1, cols, &narrow_weight);
+    for (int64_t block = begin; block < end; ++block) {
+      F* dw = nullptr;
+      F* db = nullptr;
+      if (partition.slots > 0) {
+        F* const slot = job.slots + block * partition.slot_stride;
+        set_to_zero(slot, partition.slot_stride);
+        dw = slot + partition.margin;
+        db = dw + partition.slot_stride / 2;
+      }
+      const int64_t first = block * partition.rows_per_block;
+      const int64_t last = first + partition.rows_per_block < args.rows
+                               ? first + partition.rows_per_block
+                               : args.rows;
+      for (int64_t row = first; row < last;) {
+        const int64_t group = last - row >= kGroup ? kGroup : 1;
+        const Dy* dy = row_at<Dy>(args.dy, row, args.dy_row_stride);
+        const X* x = row_at<X>(args.x, row, args.x_row_stride);
+        int64_t dy_stride = args.dy_row_stride;
+        int64_t x_stride = args.x_row_stride;
+        if (narrow) {
+          for (int64_t r = 0; r < group; ++r) {
+            copy(dy + r * dy_stride, narrow_dy.row(r, cols), cols);
+            copy(x + r * x_stride, narrow_x.row(r, cols), cols);
+          }
+          dy = narrow_dy.row(0, cols);
+          x = narrow_x.row(0, cols);
+          dy_stride = narrow_dy.kStride;
+          x_stride = narrow_x.kStride;
+        }
+        double sums[2 * kGroup] = {};
+        for (int64_t i = 0; i < job.tiles; ++i) {
+          const Tile tile = tile_at(i, cols);
+          const TileOfRows<F> tile_of_rows{dy + tile.begin,
+                                           dy_stride,
+                                           x + tile.begin,
+                                           x_stride,
+                                           weight.from(tile.begin).data,
+                                           weight.step,
+                                           static_cast<const F*>(args.mean) + row,
+                                           static_cast<const F*>(args.rstd) + row,
+                                           dw == nullptr ? nullptr : dw + tile.begin,
+                                           db == nullptr ? nullptr : db + tile.begin,
+                                           sums,
+                                           tile.size};
+          (group == kGroup ? job.add_rows : job.add_row)(tile_of_rows);
+        }
+        if (args.dx != nullptr) {
+          for (int64_t r = 0; r < group; ++r) {
+            X* const dx = static_cast<X*>(args.dx) + (row + r) * cols;
+            X* const dx_or_copy = narrow ? narrow_dx.row(0, cols) : dx;
+            write_dx(dy + r * dy_stride, x + r * x_stride, weight,
+                     row_scalars(args, row + r, sums + 2 * r), dx_or_copy, cols);
+            if (narrow) copy<X>(dx_or_copy, dx, cols);
+          }
+        }
+        row += group;
+      }
+    }
+  }
+
+  // Adds one tile of all the block's rows to dw and db, and writes the rows' sums in this tile.
+  static void shared_sums(void* context, int64_t begin, int64_t end) {
+    const Job& job = *static_cast<const Job*>(context);
+    const BackwardArgs& args = *job.args;
+    NarrowRows<W> constant_weight;
+    const Parameter<W> weight = parameter<W>(args.weight, 1, args.cols, &constant_weight);
+    F dw[2 * kTile];
+    F db[2 * kTile];
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(i, args.cols);
+      double* sums = job.tile_sums + 2 * i * job.block_rows;
+      set_to_zero(sums, 2 * job.block_rows);
+      set_to_zero(dw, tile.size);
+      set_to_zero(db, tile.size);
+      for (int64_t row = 0; row < job.block_rows;) {
+        const int64_t group = job.block_rows - row >= kGroup ? kGroup : 1;
+        const int64_t r = job.first_row + row;
+        const TileOfRows<F> tile_of_rows{row_at<Dy>(args.dy, r, args.dy_row_stride) + tile.begin,
+                                         args.dy_row_stride,
+                                         row_at<X>(args.x, r, args.x_row_stride) + tile.begin,
+                                         args.x_row_stride,
+                                         weight.from(tile.begin).data,
+                                         weight.step,
+                                         static_cast<const F*>(args.mean) + r,
+                                         static_cast<const F*>(args.rstd) + r,
+                                         dw,
+                                         db,
+                                         sums + 2 * row,
+                                         tile.size};
+        (group == kGroup ? job.add_rows : job.add_row)(tile_of_rows);
+        row += group;
+      }
+      if (job.partition->slots == 0) continue;
+      F* dw_slot = job.slots + job.partition->margin + tile.begin;
+      F* db_slot = dw_slot + job.partition->slot_stride / 2;
+      for (int64_t column = 0; column < tile.size; ++column) {
+        dw_slot[column] += dw[column];
+        db_slot[column] += db[column];
+      }
+    }
+  }
+
+  static void shared_dx(void* context, int64_t begin, int64_t end) {
+    const Job& job = *static_cast<const Job*>(context);
+    const BackwardArgs& args = *job.args;
+    NarrowRows<W> constant_weight;
+    const Parameter<W> weight = parameter<W>(args.weight, 1, args.cols, &constant_weight);
+    for (int64_t i = begin; i < end; ++i) {
+      const Tile tile = tile_at(i % job.tiles, args.cols);
+      const int64_t row = job.first_row + i / job.tiles;
+      write_dx(row_at<Dy>(args.dy, row, args.dy_row_stride) + tile.begin,
+               row_at<X>(args.x, row, args.x_row_stride) + tile.begin, weight.from(tile.begin),
+               row_scalars(args, row, job.row_sums + 2 * (i / job.tiles)),
+               static_cast<X*>(args.dx) + row * args.cols + tile.begin, tile.size);
+    }
+  }
+
+  static void shared_rows(Job& job, const ThreadPool& pool) {
+    const BackwardArgs& args = *job.args;
+    if (job.partition->slots > 0) set_to_zero(job.slots, job.partition->slot_stride);
+    for (int64_t block = 0; block < job.partition->blocks; ++block) {
+      job.first_row = block * job.partition->rows_per_block;
+      job.block_rows = args.rows - job.first_row;
+      if (job.block_rows > job.partition->rows_per_block) {
+        job.block_rows = job.partition->rows_per_block;
+      }
+      pool.run(job.tiles, 1, shared_sums, &job);
+      if (args.dx == nullptr) continue;
+      set_to_zero(job.row_sums, 2 * job.block_rows);
+      for (int64_t tile = 0; tile < job.tiles; ++tile) {
+        const double* sums = job.tile_sums + 2 * tile * job.block_rows;
+        for (int64_t i = 0; i < 2 * job.block_rows; ++i) job.row_sums[i] += sums[i];
+      }
+      pool.run(job.block_rows * job.tiles, 1, shared_dx, &job);
+    }
+  }
+
+  static void run(const BackwardArgs& args, void* workspace, const ThreadPool& pool) {
+    const BackwardPartition partition = fastnorm::cpu::partition(args);
+    Job job{};
+    job.args = &args;
+    job.partition = &partition;
+    job.tile_sums = static_cast<double*>(workspace);
+    job.tiles = tile_count(args.cols);
+    job.slots = reinterpret_cast<F*>(job.tile_sums + partition.row_sums);
+    job.add_rows = choose_sums<kGroup, Dy, X, W>(args);
+    job.add_row = choose_sums<1, Dy, X, W>(args);
+    if (partition.share_rows) {
+      const int64_t block_rows =
+          partition.rows_per_block < args.rows ? partition.rows_per_block : args.rows;
+      job.row_sums = job.tile_sums + 2 * job.tiles * block_rows;
+      shared_rows(job, pool);
+    } else {
+      pool.run(partition.blocks, partition.blocks_per_task, whole_rows, &job);
+    }
+  }
+};
+
+// dw or db: the sum of all slots, in double.
+template <typename F>
+struct ColumnSumsJob {
+  const F* first_slot;
+  int64_t slots;
+  int64_t slot_stride;
+  void* sums;
+};
+
+template <typename F, typename T>
+void column_sums(void* context, int64_t begin, int64_t end) {
+  const ColumnSumsJob<F>& job = *static_cast<const ColumnSumsJob<F>*>(context);
+  constexpr int64_t kColumns = 256;
+  for (int64_t column = begin; column < end; column += kColumns) {
+    const int64_t count = end - column < kColumns ? end - column : kColumns;
+    double sums[kColumns] = {};
+    for (int64_t slot = 0; slot < job.slots; ++slot) {
+      const F* partial = job.first_slot + slot * job.slot_stride + column;
+      for (int64_t i = 0; i < count; ++i) sums[i] += partial[i];
+    }
+    F rounded[kColumns];
+    T converted[kColumns];
+    for (int64_t i = 0; i < kColumns; ++i) rounded[i] = static_cast<F>(sums[i]);
+    for (int64_t i = 0; i < kColumns; i += kLanes<F>) store(converted + i, load(rounded + i));
+    copy<T>(converted, static_cast<T*>(job.sums) + column, count);
+  }
+}
+
+template <typename F>
+void write_column_sums(const F* first_slot, const BackwardPartition& partition, int64_t cols,
+                       DType dtype, void* sums, const ThreadPool& pool) {
+  if (sums == nullptr) return;
+  ColumnSumsJob<F> job{first_slot + partition.margin, partition.slots, partition.slot_stride, sums};
+  constexpr int64_t kPartialsPerTask = 65536;
+  const int64_t grain = kPartialsPerTask / (partition.slots + 1) + 1;
+  if constexpr (sizeof(F) == sizeof(double)) {
+    pool.run(cols, grain, column_sums<double, double>, &job);
+  } else if (dtype == DType::kFloat32) {
+    pool.run(cols, grain, column_sums<float, float>, &job);
+  } else if (dtype == DType::kFloat16) {
+    pool.run(cols, grain, column_sums<float, Float16>, &job);
+  } else {
+    pool.run(cols, grain, column_sums<float, BFloat16>, &job);
+  }
+}
+
+using BackwardRun = void (*)(const BackwardArgs& args, void* workspace, const ThreadPool& pool);
+
+template <typename Dy, typename X>
+BackwardRun choose_backward_weight(const BackwardArgs& args) {
+  const bool full = args.weight == nullptr || args.dx == nullptr ||
+                    args.weight_dtype == accumulation_dtype(args.x_dtype);
+  return full ? Backward<Dy, X, Float<X>>::run : Backward<Dy, X, X>::run;
+}
+
+template <typename X>
+BackwardRun choose_dy(const BackwardArgs& args) {
+  switch (args.dy_dtype) {
+    case DType::kFloat16:
+      return choose_backward_weight<Float16, X>(args);
+    case DType::kBFloat16:
+      return choose_backward_weight<BFloat16, X>(args);
+    default:
+      return choose_backward_weight<float, X>(args);
+  }
+}
+
+BackwardRun choose_backward(const BackwardArgs& args) {
+  switch (args.x_dtype) {
+    case DType::kFloat16:
+      return choose_dy<Float16>(args);
+    case DType::kBFloat16:
+      return choose_dy<BFloat16>(args);
+    case DType::kFloat64:
+      return choose_backward_weight<double, double>(args);
+    default:
+      return choose_dy<float>(args);
+  }
+}
+
+template <typename F>
+void backward_as(const BackwardArgs& args, void* workspace, const ThreadPool& pool) {
+  if (args.rows > 0) choose_backward(args)(args, workspace, pool);
+  const BackwardPartition partition = fastnorm::cpu::partition(args);
+  const F* slots =
+      reinterpret_cast<const F*>(static_cast<const double*>(workspace) + partition.row_sums);
+  write_column_sums(slots, partition, args.cols, args.weight_dtype, args.dw, pool);
+  write_column_sums(slots + partition.slot_stride / 2, partition, args.cols, args.bias_dtype,
+                    args.db, pool);
+}
+
+void backward(const BackwardArgs& args, void* workspace, const ThreadPool& pool) {
+  if (args.cols == 0) return;
+  if (args.dx == nullptr && args.dw == nullptr && args.db == nullptr) return;
+  const bool is_double = args.x_dtype == DType::kFloat64;
+  (is_double ? backward_as<double> : backward_as<float>)(args, workspace, pool);
+}
+
+}  // namespace
+
+extern const Kernels kKernels;
+const Kernels kKernels{forward, backward};
+
+}  // namespace fastnorm::cpu::FASTNORM_CPU_NAMESPACE

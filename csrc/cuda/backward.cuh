@@ -1,0 +1,326 @@
+// The backward kernels: dx of rows of X, and dw and db from the same read of x and dy.
+//
+// backward_rows is persistent: a group of threads holds a row of x and dy packed in registers,
+// reduces both of its sums behind one barrier and writes dx; weight and the running sums of dw and
+// db stay in its registers from row to row. At the end each block (with clusters: each cluster)
+// leaves one row of partial sums, which finish_weight_grads of weight_grads.cuh adds up.
+// Rows too long for registers are cut into segments: backward_segment_sums, then
+// backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
+#pragma once
+
+#include "launch.cuh"
+#include "pieces.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+#include "weight_grads.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X, class DY, class W>
+struct BackwardParameters {
+  using A = Accumulator<X>;
+  int64_t rows, cols;
+  const DY* dy;
+  int64_t dy_row_stride;
+  const X* x;
+  int64_t x_row_stride;
+  const A* mean;
+  const A* rstd;
+  const W* weight;
+  X* dx;
+  A* dw_partials;         // [partials, cols], of kFused
+  A* db_partials;         // likewise
+  Sums<A>* segment_sums;  // [rows, segments], of kSplit
+  int64_t segments;
+  int cluster_size;
+  bool vectorized;
+};
+
+template <class X>
+constexpr int kBackwardChunks = sizeof(X) == 2 ? 2 : 4;
+
+static_assert(kBackwardChunks<Half> == backward_chunks(DType::kFloat16));
+static_assert(kBackwardChunks<BFloat16> == backward_chunks(DType::kBFloat16));
+static_assert(kBackwardChunks<float> == backward_chunks(DType::kFloat32));
+static_assert(kBackwardChunks<double> == backward_chunks(DType::kFloat64));
+
+// A thread's columns of one row: x, dy and the weight.
+template <class X, class DY, class W>
+struct BackwardTile {
+  using A = Accumulator<X>;
+  static constexpr int kChunks = kBackwardChunks<X>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  using RowShare = Share<kColumns>;
+
+  Tile<X, kChunks, kColumns> x;
+  Tile<DY, kChunks, kColumns> dy;
+  Tile<W, kChunks, kColumns> weight;
+  bool weighted;
+
+  __device__ __forceinline__ void load_weight(const W* source, const RowShare& share) {
+    weighted = source != nullptr;
+    weight.load(source, share);
+  }
+
+  __device__ __forceinline__ A xhat(int k, int i, A mean, A rstd) const {
+    return (x.template get<A>(k, i) - mean) * rstd;
+  }
+
+  // dy * weight
+  __device__ __forceinline__ A wdy(int k, int i) const {
+    const A value = dy.template get<A>(k, i);
+    return weighted ? value * weight.template get<A>(k, i) : value;
+  }
+
+  // The sums over this thread's columns. Those that do not exist add nothing, their dy being zero.
+  __device__ __forceinline__ Sums<A> sums(const RowShare& share, A mean, A rstd) const {
+    Sums<A> sums;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (share.count(k) == 0) continue;
+      Sums<A> chunk;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const A g = wdy(k, i);
+        chunk.xhat_wdy = fma(xhat(k, i, mean, rstd), g, chunk.xhat_wdy);
+        chunk.wdy += g;
+      }
+      sums.merge(chunk);
+    }
+    return sums;
+  }
+
+  // dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy))
+  __device__ __forceinline__ void store_dx(X* dx, const RowShare& share, A mean, A rstd,
+                                           const Sums<A>& sums, A cols) const {
+    const A c1 = sums.xhat_wdy / cols;
+    const A c2 = sums.wdy / cols;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const int count = share.count(k);
+      if (count == 0) continue;
+      Pack<X, kColumns> out;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        out.values[i] =
+            store_as<X>(rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2));
+      }
+      store_pack<X, kColumns>(dx + share.column(k), out, count, share.whole(k));
+    }
+  }
+};
+
+// Running dw and db of a thread's columns.
+template <class X>
+struct WeightGradTile {
+  using A = Accumulator<X>;
+  static constexpr int kChunks = kBackwardChunks<X>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  A dw[kChunks][kColumns] = {};
+  A db[kChunks][kColumns] = {};
+
+  template <class BackwardTile>
+  __device__ __forceinline__ void add(const BackwardTile& tile, A mean, A rstd) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const A dy = tile.dy.template get<A>(k, i);
+        dw[k][i] = fma(dy, tile.xhat(k, i, mean, rstd), dw[k][i]);
+        db[k][i] += dy;
+      }
+    }
+  }
+};
+
+// Writes one row of partial sums: the rows of the block (threadIdx.y) added up in their order.
+template <class X>
+__device__ __forceinline__ void store_partials(
+    const typename WeightGradTile<X>::A (&values)[kBackwardChunks<X>][kChunkColumns<X>],
+    const Share<kChunkColumns<X>>& share, Accumulator<X>* staging, Accumulator<X>* partials) {
+  using A = Accumulator<X>;
+  constexpr int kChunks = kBackwardChunks<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  if (blockDim.y == 1) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      Pack<A, kColumns> pack;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) pack.values[i] = values[k][i];
+      store_pack<A, kColumns>(partials + share.column(k), pack, share.count(k), share.whole(k));
+    }
+    return;
+  }
+  const int width = blockDim.x * kChunks * kColumns;  // of a row of the staging memory
+  __syncthreads();                                    // it may still be read
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      staging[threadIdx.y * width + share.column(k) + i] = values[k][i];
+    }
+  }
+  __syncthreads();
+  for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
+       column += blockDim.x * blockDim.y) {
+    A sum = 0;
+    for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
+      sum += staging[row * width + column];
+    }
+    partials[column] = sum;
+  }
+}
+
+template <class X, class DY, class W, bool kWeightGrads, bool kCluster>
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    backward_rows(const BackwardParameters<X, DY, W> p) {
+  using A = Accumulator<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr int kChunks = kBackwardChunks<X>;
+  using Reducer = RowReducer<Sums<A>, kCluster>;
+  __shared__ typename Reducer::Storage storage;
+  Reducer reducer(storage, p.cluster_size);
+
+  const int64_t group = kCluster ? blockIdx.x / p.cluster_size : blockIdx.x;
+  const int64_t groups = kCluster ? gridDim.x / p.cluster_size : gridDim.x;
+  const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols);
+  const Share<kColumns> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                              piece.cols, p.vectorized};
+  BackwardTile<X, DY, W> tile;
+  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + piece.begin, share);
+  WeightGradTile<X> weight_grads;
+
+  // Every thread of a block takes part in every turn: the reduction has a barrier.
+  for (int64_t first = group * blockDim.y; first < p.rows; first += groups * blockDim.y) {
+    const int64_t row = first + threadIdx.y;
+    const bool active = row < p.rows;
+    tile.x.load(active ? p.x + row * p.x_row_stride + piece.begin : nullptr, share);
+    tile.dy.load(active ? p.dy + row * p.dy_row_stride + piece.begin : nullptr, share);
+    const A mean = active ? p.mean[row] : A(0);
+    const A rstd = active ? p.rstd[row] : A(0);
+    const Sums<A> sums = reducer.reduce(tile.sums(share, mean, rstd));
+    if (active) {
+      tile.store_dx(p.dx + row * p.cols + piece.begin, share, mean, rstd, sums,
+                    static_cast<A>(p.cols));
+      if constexpr (kWeightGrads) weight_grads.add(tile, mean, rstd);
+    }
+  }
+  if constexpr (kWeightGrads) {
+    __shared__ A staging[kMaxThreadsPerRow * kChunks * kColumns / 2];
+    const int64_t offset = group * p.cols + piece.begin;
+    store_partials<X>(weight_grads.dw, share, staging, p.dw_partials + offset);
+    store_partials<X>(weight_grads.db, share, staging, p.db_partials + offset);
+  }
+}
+
+template <class X, class DY, class W>
+__global__ void __launch_bounds__(kSegmentThreads)
+    backward_segment_sums(const BackwardParameters<X, DY, W> p) {
+  using A = Accumulator<X>;
+  using Reducer = RowReducer<Sums<A>, false>;
+  __shared__ typename Reducer::Storage storage;
+  Reducer reducer(storage, 1);
+  const Segment<X, kBackwardChunks<X>> segment(p.cols, p.segments, p.vectorized);
+  BackwardTile<X, DY, W> tile;
+  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
+  tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
+  tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
+  const Sums<A> sums =
+      reducer.reduce(tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]));
+  if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
+}
+
+template <class X, class DY, class W>
+__global__ void __launch_bounds__(kSegmentThreads)
+    backward_segment_apply(const BackwardParameters<X, DY, W> p) {
+  using A = Accumulator<X>;
+  const Segment<X, kBackwardChunks<X>> segment(p.cols, p.segments, p.vectorized);
+  BackwardTile<X, DY, W> tile;
+  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
+  tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
+  tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
+  const Sums<A> sums = reduce_array(p.segment_sums + segment.row * p.segments,
+                                    static_cast<int>(p.segments));
+  tile.store_dx(p.dx + segment.row * p.cols + segment.begin, segment.share, p.mean[segment.row],
+                p.rstd[segment.row], sums, static_cast<A>(p.cols));
+}
+
+template <class X, class DY, class W>
+cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan& plan,
+                      cudaStream_t stream) {
+  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  const bool fused = plan.weight_grads == WeightGrads::kFused;
+  switch (plan.kernel) {
+    case Kernel::kRows:
+      return launch(
+          fused ? backward_rows<X, DY, W, true, false> : backward_rows<X, DY, W, false, false>,
+          plan.blocks, threads, 1, stream, p);
+    case Kernel::kCluster:
+      return launch(
+          fused ? backward_rows<X, DY, W, true, true> : backward_rows<X, DY, W, false, true>,
+          plan.blocks, threads, plan.cluster_size, stream, p);
+    case Kernel::kSplit: {
+      const cudaError_t error =
+          launch(backward_segment_sums<X, DY, W>, plan.blocks, threads, 1, stream, p);
+      if (error != cudaSuccess) return error;
+      return launch(backward_segment_apply<X, DY, W>, plan.blocks, threads, 1, stream, p);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The
+// workspace holds the partial sums of dw, those of db, then the segments' sums.
+template <class X>
+cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void* workspace,
+                        cudaStream_t stream) {
+  using A = Accumulator<X>;
+  A* const dw_partials = static_cast<A*>(workspace);
+  A* const db_partials = dw_partials + plan.partials * args.cols;
+  Sums<A>* const segment_sums = reinterpret_cast<Sums<A>*>(db_partials + plan.partials * args.cols);
+  return visit_other<X>(args.dy_dtype, [&](auto dy_type) {
+    using DY = typename decltype(dy_type)::type;
+    cudaError_t error = cudaSuccess;
+    if (plan.dx) {
+      error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {
+        using W = typename decltype(parameter_type)::type;
+        BackwardParameters<X, DY, W> p;
+        p.rows = args.rows;
+        p.cols = args.cols;
+        p.dy = static_cast<const DY*>(args.dy);
+        p.dy_row_stride = args.dy_row_stride;
+        p.x = static_cast<const X*>(args.x);
+        p.x_row_stride = args.x_row_stride;
+        p.mean = static_cast<const A*>(args.mean);
+        p.rstd = static_cast<const A*>(args.rstd);
+        p.weight = static_cast<const W*>(args.weight);
+        p.dx = static_cast<X*>(args.dx);
+        p.dw_partials = dw_partials;
+        p.db_partials = db_partials;
+        p.segment_sums = segment_sums;
+        p.segments = plan.segments;
+        p.cluster_size = plan.cluster_size;
+        p.vectorized = plan.vectorized;
+        return launch_dx(p, plan, stream);
+      });
+    }
+    if (error != cudaSuccess || plan.weight_grads == WeightGrads::kNone) return error;
+    if (plan.weight_grads == WeightGrads::kColumns) {
+      error = launch_column_sums<X, DY>(args, plan, dw_partials, db_partials, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return launch_finish_weight_grads<A>(args, plan, dw_partials, db_partials, stream);
+  });
+}
+
+// One instantiation file per dtype of x.
+extern template cudaError_t backward_of<float>(const BackwardArgs&, const BackwardPlan&, void*,
+                                               cudaStream_t);
+extern template cudaError_t backward_of<Half>(const BackwardArgs&, const BackwardPlan&, void*,
+                                              cudaStream_t);
+extern template cudaError_t backward_of<BFloat16>(const BackwardArgs&, const BackwardPlan&, void*,
+                                                  cudaStream_t);
+extern template cudaError_t backward_of<double>(const BackwardArgs&, const BackwardPlan&, void*,
+                                                cudaStream_t);
+
+}  // namespace fastnorm::cuda

@@ -1,0 +1,243 @@
+// The forward kernels: y, mean and rstd of rows of X.
+//
+// forward_rows reads each row once: it stays packed in the registers of the threads that hold it,
+// each thread takes the two-pass moments of its own columns, and one reduction merges them.
+// Rows too long for that are cut into segments: forward_segment_moments reads them and leaves their
+// moments in the workspace, forward_segment_apply merges those and reads the row again.
+#pragma once
+
+#include "launch.cuh"
+#include "pieces.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X, class Y, class W>
+struct ForwardParameters {
+  using A = Accumulator<X>;
+  int64_t rows, cols;
+  A eps;
+  const X* x;
+  int64_t x_row_stride;
+  const W* weight;
+  const W* bias;
+  Y* y;
+  A* mean;
+  A* rstd;
+  Moments<A>* segment_moments;  // [rows, segments], of kSplit
+  int64_t segments;
+  int cluster_size;
+  bool vectorized;
+};
+
+// Mean and sum of squared differences of a thread's own columns, in two passes over registers.
+template <class A, class X, int kChunks>
+__device__ __forceinline__ Moments<A> tile_moments(const Tile<X, kChunks, kChunkColumns<X>>& tile,
+                                                   const Share<kChunkColumns<X>>& share) {
+  constexpr int kColumns = kChunkColumns<X>;
+  Moments<A> moments;
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    A sum = 0;  // columns that do not exist are zero
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sum += tile.template get<A>(k, i);
+    moments.mean += sum;
+    count += share.count(k);
+  }
+  moments.count = static_cast<A>(count);
+  moments.mean = count > 0 ? moments.mean / moments.count : A(0);
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int existing = share.count(k);
+    A m2 = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      // A column that does not exist must not count here: zero differs from the mean.
+      const A delta =
+          i < existing ? tile.template get<A>(k, i) - moments.mean : A(0);
+      m2 = fma(delta, delta, m2);
+    }
+    moments.m2 += m2;
+  }
+  return moments;
+}
+
+template <class A>
+__device__ __forceinline__ A rstd_of(const Moments<A>& moments, A eps) {
+  return rsqrt(moments.m2 / moments.count + eps);
+}
+
+// Writes y for a tile. The pointers are those of the row, or of the piece of it that `share` counts
+// within.
+template <class A, class X, class Y, class W, int kChunks>
+__device__ __forceinline__ void apply_tile(const Tile<X, kChunks, kChunkColumns<X>>& tile,
+                                           const Share<kChunkColumns<X>>& share, A mean, A rstd,
+                                           const W* weight, const W* bias, Y* y) {
+  constexpr int kColumns = kChunkColumns<X>;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int count = share.count(k);
+    if (count == 0) continue;
+    const bool whole = share.whole(k);
+    const int column = share.column(k);
+    Pack<W, kColumns> w, b;
+    if (weight != nullptr) w = load_pack<W, kColumns>(weight + column, count, whole);
+    if (bias != nullptr) b = load_pack<W, kColumns>(bias + column, count, whole);
+    Pack<Y, kColumns> out;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      A value = (tile.template get<A>(k, i) - mean) * rstd;
+      if (weight != nullptr && bias != nullptr) {
+        value = fma(value, load_as<A>(w.values[i]), load_as<A>(b.values[i]));
+      } else if (weight != nullptr) {
+        value *= load_as<A>(w.values[i]);
+      } else if (bias != nullptr) {
+        value += load_as<A>(b.values[i]);
+      }
+      out.values[i] = store_as<Y>(value);
+    }
+    store_pack<Y, kColumns>(y + column, out, count, whole);
+  }
+}
+
+template <class X, class Y, class W, int kChunks, bool kCluster>
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    forward_rows(const ForwardParameters<X, Y, W> p) {
+  using A = Accumulator<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  using Reducer = RowReducer<Moments<A>, kCluster>;
+  __shared__ typename Reducer::Storage storage;
+  Reducer reducer(storage, p.cluster_size);
+
+  const int64_t row =
+      static_cast<int64_t>(kCluster ? blockIdx.x / p.cluster_size : blockIdx.x) * blockDim.y +
+      threadIdx.y;
+  const bool active = row < p.rows;
+  const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols);
+  const Share<kColumns> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                              piece.cols, p.vectorized};
+
+  Tile<X, kChunks, kColumns> x;
+  x.load(active ? p.x + row * p.x_row_stride + piece.begin : nullptr, share);
+  const Moments<A> moments = reducer.reduce(tile_moments<A>(x, share));
+  if (!active) return;
+  const A rstd = rstd_of(moments, p.eps);
+  apply_tile<A>(x, share, moments.mean, rstd,
+                p.weight == nullptr ? nullptr : p.weight + piece.begin,
+                p.bias == nullptr ? nullptr : p.bias + piece.begin,
+                p.y + row * p.cols + piece.begin);
+  if (threadIdx.x == 0 && piece.begin == 0) {
+    p.mean[row] = moments.mean;
+    p.rstd[row] = rstd;
+  }
+}
+
+template <class X, class Y, class W>
+__global__ void __launch_bounds__(kSegmentThreads)
+    forward_segment_moments(const ForwardParameters<X, Y, W> p) {
+  using A = Accumulator<X>;
+  using Reducer = RowReducer<Moments<A>, false>;
+  __shared__ typename Reducer::Storage storage;
+  Reducer reducer(storage, 1);
+  const Segment<X, kForwardChunks> segment(p.cols, p.segments, p.vectorized);
+  Tile<X, kForwardChunks, kChunkColumns<X>> x;
+  x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
+  const Moments<A> moments = reducer.reduce(tile_moments<A>(x, segment.share));
+  if (threadIdx.x == 0) p.segment_moments[blockIdx.x] = moments;
+}
+
+template <class X, class Y, class W>
+__global__ void __launch_bounds__(kSegmentThreads)
+    forward_segment_apply(const ForwardParameters<X, Y, W> p) {
+  using A = Accumulator<X>;
+  const Segment<X, kForwardChunks> segment(p.cols, p.segments, p.vectorized);
+  Tile<X, kForwardChunks, kChunkColumns<X>> x;
+  x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
+  const Moments<A> moments = reduce_array(p.segment_moments + segment.row * p.segments,
+                                          static_cast<int>(p.segments));
+  const A rstd = rstd_of(moments, p.eps);
+  apply_tile<A>(x, segment.share, moments.mean, rstd,
+                p.weight == nullptr ? nullptr : p.weight + segment.begin,
+                p.bias == nullptr ? nullptr : p.bias + segment.begin,
+                p.y + segment.row * p.cols + segment.begin);
+  if (threadIdx.x == 0 && segment.index == 0) {
+    p.mean[segment.row] = moments.mean;
+    p.rstd[segment.row] = rstd;
+  }
+}
+
+template <class X, class Y, class W>
+cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPlan& plan,
+                           cudaStream_t stream) {
+  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  switch (plan.kernel) {
+    case Kernel::kRows:
+      switch (plan.chunks_per_thread) {
+        case 1:
+          return launch(forward_rows<X, Y, W, 1, false>, plan.blocks, threads, 1, stream, p);
+        case 2:
+          return launch(forward_rows<X, Y, W, 2, false>, plan.blocks, threads, 1, stream, p);
+        case 4:
+          return launch(forward_rows<X, Y, W, 4, false>, plan.blocks, threads, 1, stream, p);
+        case kForwardChunks:
+          return launch(forward_rows<X, Y, W, kForwardChunks, false>, plan.blocks, threads, 1,
+                        stream, p);
+        default:
+          return cudaErrorInvalidValue;
+      }
+    case Kernel::kCluster:
+      return launch(forward_rows<X, Y, W, kForwardChunks, true>, plan.blocks, threads,
+                    plan.cluster_size, stream, p);
+    case Kernel::kSplit: {
+      const cudaError_t error =
+          launch(forward_segment_moments<X, Y, W>, plan.blocks, threads, 1, stream, p);
+      if (error != cudaSuccess) return error;
+      return launch(forward_segment_apply<X, Y, W>, plan.blocks, threads, 1, stream, p);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Rows of X: finds the types of y and the parameters, and launches.
+template <class X>
+cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+                       cudaStream_t stream) {
+  using A = Accumulator<X>;
+  const DType parameter_dtype = args.weight != nullptr ? args.weight_dtype : args.bias_dtype;
+  return visit_other<X>(args.y_dtype, [&](auto y_type) {
+    using Y = typename decltype(y_type)::type;
+    return visit_parameter<X>(parameter_dtype, [&](auto parameter_type) {
+      using W = typename decltype(parameter_type)::type;
+      ForwardParameters<X, Y, W> p;
+      p.rows = args.rows;
+      p.cols = args.cols;
+      p.eps = static_cast<A>(args.eps);
+      p.x = static_cast<const X*>(args.x);
+      p.x_row_stride = args.x_row_stride;
+      p.weight = static_cast<const W*>(args.weight);
+      p.bias = static_cast<const W*>(args.bias);
+      p.y = static_cast<Y*>(args.y);
+      p.mean = static_cast<A*>(args.mean);
+      p.rstd = static_cast<A*>(args.rstd);
+      p.segment_moments = static_cast<Moments<A>*>(workspace);
+      p.segments = plan.segments;
+      p.cluster_size = plan.cluster_size;
+      p.vectorized = plan.vectorized;
+      return launch_forward(p, plan, stream);
+    });
+  });
+}
+
+// One instantiation file per dtype of x.
+extern template cudaError_t forward_of<float>(const ForwardArgs&, const ForwardPlan&, void*,
+                                              cudaStream_t);
+extern template cudaError_t forward_of<Half>(const ForwardArgs&, const ForwardPlan&, void*,
+                                             cudaStream_t);
+extern template cudaError_t forward_of<BFloat16>(const ForwardArgs&, const ForwardPlan&, void*,
+                                                 cudaStream_t);
+extern template cudaError_t forward_of<double>(const ForwardArgs&, const ForwardPlan&, void*,
+                                               cudaStream_t);
+
+}  // namespace fastnorm::cuda

@@ -1,0 +1,40 @@
+// Which part of a row a block works on, where a row has several blocks.
+#pragma once
+
+#include "reduce.cuh"
+#include "tile.cuh"
+
+namespace fastnorm::cuda {
+
+// The columns of a row that this block of a cluster holds; all of them without a cluster.
+struct Piece {
+  int64_t begin;
+  int cols;
+};
+
+template <int kColumns, int kChunks, bool kCluster>
+__device__ __forceinline__ Piece block_piece(int64_t cols) {
+  if constexpr (!kCluster) return {0, static_cast<int>(cols)};
+  const int64_t size = static_cast<int64_t>(blockDim.x) * kChunks * kColumns;
+  const int64_t begin = cluster_rank() * size;
+  const int64_t rest = cols - begin;
+  return {begin, static_cast<int>(rest < 0 ? 0 : (rest < size ? rest : size))};
+}
+
+// The row and the columns of a block of the kSplit kernels.
+template <class X, int kChunks>
+struct Segment {
+  static constexpr int64_t kSize =
+      static_cast<int64_t>(kSegmentThreads) * kChunks * kChunkColumns<X>;
+  int64_t row, index, begin;
+  Share<kChunkColumns<X>> share;
+
+  __device__ __forceinline__ Segment(int64_t cols, int64_t segments, bool vectorized)
+      : row(blockIdx.x / segments),
+        index(blockIdx.x - row * segments),
+        begin(index * kSize),
+        share{static_cast<int>(threadIdx.x), kSegmentThreads,
+              static_cast<int>(min(kSize, cols - begin)), vectorized} {}
+};
+
+}  // namespace fastnorm::cuda

@@ -1,0 +1,116 @@
+// How a LayerNorm runs on a GPU: pure functions from sizes, dtypes, alignment and device to a small
+// struct. Needs no GPU and no CUDA toolkit. The launchers execute a plan and decide nothing.
+//
+// Words: a *chunk* is 16 bytes of x (8 columns of a 16-bit row) and always belongs to one thread,
+// whatever the row's alignment. A row is held by `threads_per_row` threads of each of
+// `cluster_size` blocks; thread t owns the chunks t, t + threads_per_row, and so on.
+//
+// What fixes the order of summation of y and dx (kernel, chunks_per_thread, threads_per_row,
+// cluster_size, segments) depends on the row's width, the dtypes and the device alone, never on the
+// number of rows or on alignment: a row's result does not depend on the batch it came in.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "../layer_norm_args.h"
+
+namespace fastnorm::cuda {
+
+struct DeviceProperties {
+  int sm_count = 0;
+  int compute_capability = 0;  // 90 for 9.0
+};
+
+enum class Kernel : uint8_t {
+  kRows,     // a row in the registers of one block or a part of it
+  kCluster,  // a row in the registers of a cluster of blocks (compute capability 9.0 and newer)
+  kSplit,    // a row cut into segments, one block each: statistics first, then a second pass
+};
+
+// Chunks that a thread of the forward holds at the most: 64 columns of a 16-bit row, 32 of float32.
+constexpr int kForwardChunks = 8;
+
+// Chunks that a thread of the backward holds: 16 columns (8 in float64), of which x, dy, weight and
+// the running dw and db all stay in registers; 32 columns spill.
+constexpr int backward_chunks(DType x_dtype) {
+  return x_dtype == DType::kFloat16 || x_dtype == DType::kBFloat16 ? 2 : 4;
+}
+
+constexpr int kChunkBytes = 16;
+constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
+constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
+constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
+
+struct ForwardPlan {
+  Kernel kernel = Kernel::kRows;
+  int chunks_per_thread = 1;
+  int threads_per_row = 1;
+  int rows_per_block = 1;
+  int cluster_size = 1;
+  int64_t segments = 1;     // of a row
+  bool vectorized = false;  // chunks move by 16-byte accesses, else element by element
+  int64_t blocks = 0;
+  int64_t workspace_bytes = 0;
+};
+
+// Where dw and db come from.
+enum class WeightGrads : uint8_t {
+  kNone,     // not asked for
+  kFused,    // from the same read of x and dy as dx
+  kColumns,  // from a kernel of their own, a block per tile of columns and slice of rows
+};
+
+struct BackwardPlan {
+  Kernel kernel = Kernel::kRows;  // of dx
+  int chunks_per_thread = 1;
+  int threads_per_row = 1;
+  int rows_per_block = 1;
+  int cluster_size = 1;
+  int64_t segments = 1;
+  bool vectorized = false;
+  bool dx = true;  // false: dw and db alone are asked for, and no dx kernel runs
+  int64_t blocks = 0;
+  WeightGrads weight_grads = WeightGrads::kNone;
+  int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
+  // kColumns: threads across a tile of columns, rows of threads, tiles; `partials` slices of rows.
+  int column_threads = 0;
+  int column_rows = 0;
+  int64_t column_tiles = 0;
+  int64_t workspace_bytes = 0;
+};
+
+struct ForwardProblem {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType x_dtype = DType::kFloat32;
+  bool aligned = true;  // every row of every tensor starts at a multiple of its chunk's size
+};
+
+struct BackwardProblem {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType x_dtype = DType::kFloat32;
+  bool aligned = true;
+  bool dx = true;
+  bool weight_grads = true;  // dw or db or both
+};
+
+// What a test may force; empty fields are chosen.
+struct PlanRequest {
+  std::optional<Kernel> kernel;
+  std::optional<WeightGrads> weight_grads;
+  std::optional<int> cluster_size;
+};
+
+// Whether `kernel` can run rows of this width on this device; a request for one that cannot is
+// passed over by the functions below.
+bool forward_runs(Kernel kernel, const ForwardProblem& problem, const DeviceProperties& device);
+bool backward_runs(Kernel kernel, const BackwardProblem& problem, const DeviceProperties& device);
+
+ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,
+                         const PlanRequest& request = {});
+BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceProperties& device,
+                           const PlanRequest& request = {});
+
+}  // namespace fastnorm::cuda

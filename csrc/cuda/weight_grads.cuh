@@ -1,0 +1,145 @@
+// dw and db: sums over rows, in two stages and a fixed order. column_sums adds up slices of rows
+// where the dx kernel has not done so already; finish_weight_grads adds up the partial sums.
+#pragma once
+
+#include "launch.cuh"
+#include "tile.cuh"
+
+namespace fastnorm::cuda {
+
+constexpr int kColumnThreads = 256;
+
+template <class X, class DY>
+struct ColumnParameters {
+  using A = Accumulator<X>;
+  int64_t rows, cols;
+  const DY* dy;
+  int64_t dy_row_stride;
+  const X* x;
+  int64_t x_row_stride;
+  const A* mean;
+  const A* rstd;
+  A* dw_partials;
+  A* db_partials;
+  int64_t tiles;
+  int64_t slices;
+  bool vectorized;
+};
+
+// A block adds up one tile of columns, a chunk per threadIdx.x, over one slice of rows that its
+// threadIdx.y share in turn.
+template <class X, class DY>
+__global__ void __launch_bounds__(kColumnThreads) column_sums(const ColumnParameters<X, DY> p) {
+  using A = Accumulator<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr int kUnroll = 4;  // rows in flight per thread
+  __shared__ A staging[kColumnThreads * kColumns];
+
+  const int64_t slice = blockIdx.x / p.tiles;
+  const int64_t tile = blockIdx.x - slice * p.tiles;
+  const int64_t begin = tile * blockDim.x * kColumns;
+  const int64_t width = static_cast<int64_t>(blockDim.x) * kColumns;
+  const Share<kColumns> share{static_cast<int>(threadIdx.x), 0,
+                              static_cast<int>(min(width, p.cols - begin)), p.vectorized};
+  const int64_t rows_per_slice = (p.rows + p.slices - 1) / p.slices;
+  const int64_t end = min(p.rows, (slice + 1) * rows_per_slice);
+
+  A dw[kColumns] = {}, db[kColumns] = {};
+  for (int64_t row = slice * rows_per_slice + threadIdx.y; row < end; row += kUnroll * blockDim.y) {
+    Tile<X, 1, kColumns> x[kUnroll];
+    Tile<DY, 1, kColumns> dy[kUnroll];
+    A mean[kUnroll], rstd[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t r = row + static_cast<int64_t>(u) * blockDim.y;
+      const bool active = r < end;
+      x[u].load(active ? p.x + r * p.x_row_stride + begin : nullptr, share);
+      dy[u].load(active ? p.dy + r * p.dy_row_stride + begin : nullptr, share);
+      mean[u] = active ? p.mean[r] : A(0);
+      rstd[u] = active ? p.rstd[r] : A(0);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const A g = dy[u].template get<A>(0, i);
+        const A xhat = (x[u].template get<A>(0, i) - mean[u]) * rstd[u];
+        dw[i] = fma(g, xhat, dw[i]);
+        db[i] += g;
+      }
+    }
+  }
+
+  const auto store = [&](const A(&values)[kColumns], A* partials) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      staging[threadIdx.y * width + share.column(0) + i] = values[i];
+    }
+    __syncthreads();
+    for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
+         column += kColumnThreads) {
+      A sum = 0;
+      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
+        sum += staging[row * width + column];
+      }
+      partials[slice * p.cols + begin + column] = sum;
+    }
+  };
+  store(dw, p.dw_partials);
+  store(db, p.db_partials);
+}
+
+template <class X, class DY>
+cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& plan,
+                               Accumulator<X>* dw_partials, Accumulator<X>* db_partials,
+                               cudaStream_t stream) {
+  using A = Accumulator<X>;
+  ColumnParameters<X, DY> p;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.dy = static_cast<const DY*>(args.dy);
+  p.dy_row_stride = args.dy_row_stride;
+  p.x = static_cast<const X*>(args.x);
+  p.x_row_stride = args.x_row_stride;
+  p.mean = static_cast<const A*>(args.mean);
+  p.rstd = static_cast<const A*>(args.rstd);
+  p.dw_partials = dw_partials;
+  p.db_partials = db_partials;
+  p.tiles = plan.column_tiles;
+  p.slices = plan.partials;
+  p.vectorized = plan.vectorized;
+  return launch(column_sums<X, DY>, plan.column_tiles * plan.partials,
+                dim3(plan.column_threads, plan.column_rows), 1, stream, p);
+}
+
+// Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where
+// they are asked for.
+template <class A>
+struct FinishParameters {
+  int64_t cols;
+  int64_t partials;
+  const A* dw_partials;
+  const A* db_partials;
+  void* dw;
+  void* db;
+  DType dw_dtype, db_dtype;
+};
+
+constexpr int kFinishColumns = 32;
+constexpr int kFinishRows = 16;
+
+// The kernels of weight_grads.cu, one per accumulation type.
+template <class A>
+cudaError_t finish_weight_grads(const FinishParameters<A>& p, cudaStream_t stream);
+
+template <class A>
+cudaError_t launch_finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
+                                       const A* dw_partials, const A* db_partials,
+                                       cudaStream_t stream) {
+  return finish_weight_grads<A>({args.cols, plan.partials, dw_partials, db_partials, args.dw,
+                                 args.db, args.weight_dtype, args.bias_dtype},
+                                stream);
+}
+
+}  // namespace fastnorm::cuda

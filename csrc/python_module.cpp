@@ -1,0 +1,145 @@
+// The Python module fastnorm._C: what was built, and the CUDA plan for inspection and tests. The
+// operators need no Python; they register themselves when this library is loaded.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/layer_norm_cuda.h"
+#include "cpu/layer_norm_cpu.h"
+#include "cuda/plan.h"
+#include "fastnorm/version.h"
+
+namespace py = pybind11;
+
+namespace fastnorm {
+namespace {
+
+// The value of `names` under `name`, or an error that lists what it could have been.
+template <class Value, size_t kSize>
+Value find_named(const char* argument, const std::string& name,
+                 const std::pair<const char*, Value> (&names)[kSize]) {
+  std::string known;
+  for (const auto& [key, value] : names) {
+    if (name == key) return value;
+    known += known.empty() ? key : std::string(", ") + key;
+  }
+  throw std::invalid_argument("Expected " + std::string(argument) + " to be one of " + known +
+                              ", but got '" + name + "'");
+}
+
+template <class Value, size_t kSize>
+const char* find_name(Value value, const std::pair<const char*, Value> (&names)[kSize]) {
+  for (const auto& [key, known] : names) {
+    if (known == value) return key;
+  }
+  return "";
+}
+
+constexpr std::pair<const char*, DType> kDtypes[] = {{"float32", DType::kFloat32},
+                                                     {"float16", DType::kFloat16},
+                                                     {"bfloat16", DType::kBFloat16},
+                                                     {"float64", DType::kFloat64}};
+constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {{"rows", cuda::Kernel::kRows},
+                                                             {"cluster", cuda::Kernel::kCluster},
+                                                             {"split", cuda::Kernel::kSplit}};
+constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
+    {"none", cuda::WeightGrads::kNone},
+    {"fused", cuda::WeightGrads::kFused},
+    {"columns", cuda::WeightGrads::kColumns}};
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = FASTNORM_VERSION;
+  info["torch"] = TORCH_VERSION;
+  const ops::CudaBuild cuda = ops::cuda_build();
+  info["cuda"] = cuda.version.empty() ? py::object(py::none()) : py::object(py::str(cuda.version));
+  info["cuda_architectures"] = cuda.architectures;
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#elif defined(__GNUC__)
+  info["compiler"] = "gcc " __VERSION__;
+#else
+  info["compiler"] = "unknown";
+#endif
+  info["instruction_set"] = cpu::instruction_set();
+  return info;
+}
+
+cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
+                               const std::optional<std::string>& weight_grads,
+                               std::optional<int> cluster_size) {
+  cuda::PlanRequest request;
+  if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
+  if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
+  request.cluster_size = cluster_size;
+  return request;
+}
+
+template <class Plan>
+py::dict describe_block(const Plan& plan) {
+  py::dict result;
+  result["kernel"] = find_name(plan.kernel, kKernels);
+  result["chunks_per_thread"] = plan.chunks_per_thread;
+  result["threads_per_row"] = plan.threads_per_row;
+  result["rows_per_block"] = plan.rows_per_block;
+  result["cluster_size"] = plan.cluster_size;
+  result["segments"] = plan.segments;
+  result["vectorized"] = plan.vectorized;
+  result["blocks"] = plan.blocks;
+  result["workspace_bytes"] = plan.workspace_bytes;
+  return result;
+}
+
+py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
+              bool aligned, bool dx, bool dw_db, int sm_count, int compute_capability,
+              const std::optional<std::string>& kernel,
+              const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
+  const cuda::DeviceProperties device{sm_count, compute_capability};
+  const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
+  const DType x_dtype = find_named("dtype", dtype, kDtypes);
+  if (direction == "forward") {
+    return describe_block(cuda::plan_forward({rows, cols, x_dtype, aligned}, device, request));
+  }
+  if (direction != "backward") {
+    throw std::invalid_argument("Expected direction to be one of forward, backward, but got '" +
+                                direction + "'");
+  }
+  const cuda::BackwardPlan plan =
+      cuda::plan_backward({rows, cols, x_dtype, aligned, dx, dw_db}, device, request);
+  py::dict result = describe_block(plan);
+  result["dx"] = plan.dx;
+  result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
+  result["partials"] = plan.partials;
+  result["column_threads"] = plan.column_threads;
+  result["column_rows"] = plan.column_rows;
+  result["column_tiles"] = plan.column_tiles;
+  return result;
+}
+
+}  // namespace
+}  // namespace fastnorm
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "fastnorm's compiled operators: build information and the CUDA plan";
+  m.def("build_info", &fastnorm::build_info, "What this library was built from and for.");
+  m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
+        py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
+        py::arg("dw_db") = true, py::arg("sm_count") = 132, py::arg("compute_capability") = 90,
+        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
+        py::arg("cluster_size") = py::none(),
+        "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
+  m.def(
+      "force_plan",
+      [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
+         std::optional<int> cluster_size) {
+        fastnorm::ops::force_cuda_plan(fastnorm::make_request(kernel, weight_grads, cluster_size));
+      },
+      py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
+      py::arg("cluster_size") = py::none(),
+      "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
+}
