@@ -103,9 +103,9 @@ ForwardCall prepare_forward(const at::Tensor& input, c10::SymIntArrayRef normali
   call.weight = contiguous_or_undefined(weight);
   call.bias = contiguous_or_undefined(bias);
   const auto statistics = input.options().dtype(statistics_dtype(input.scalar_type()));
-  const auto shape = C10_AS_INTARRAYREF_SLOW(statistics_shape(input, normalized_shape.size()));
-  call.results = {empty_like_contiguous(input, output_dtype), at::empty(shape, statistics),
-                  at::empty(shape, statistics)};
+  const c10::SymDimVector shape = statistics_shape(input, normalized_shape.size());
+  call.results = {empty_like_contiguous(input, output_dtype),
+                  at::empty_symint(shape, statistics), at::empty_symint(shape, statistics)};
   auto& [output, mean, rstd] = call.results;
 
   args.rows = rows;

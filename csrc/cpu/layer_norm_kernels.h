@@ -21,7 +21,7 @@ const T* row_at(const void* base, int64_t row, int64_t stride) {
 }
 
 // Copies of up to kRows rows narrower than a vector, each at the end of a vector's room.
-template <typename T, int kRows = 1>
+template <typename T, int kRows = 2>
 struct NarrowRows {
   static constexpr int64_t kStride = kLanes<Float<T>>;
   T room[kRows * kStride] = {};
@@ -34,7 +34,7 @@ void copy(const T* from, T* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
-// weight or bias. A missing one is a constant vector that all columns read.
+// weight or bias. A missing one is a constant pair of vectors that all columns read.
 template <typename W>
 struct Parameter {
   const W* data;
@@ -43,13 +43,19 @@ struct Parameter {
   FASTNORM_INLINE Vector<Float<W>> operator[](int64_t column) const {
     return load(data + column * step);
   }
+  template <bool kEvenOdd>
+  FASTNORM_INLINE Pair<Float<W>> pair(int64_t column) const {
+    return load_pair<kEvenOdd>(data + column * step);
+  }
   Parameter from(int64_t column) const { return {data + column * step, step}; }
 };
 
 template <typename W>
 Parameter<W> parameter(const void* data, Float<W> constant, int64_t cols, NarrowRows<W>* narrow) {
   if (data == nullptr) {
-    store(narrow->room, constant - Vector<Float<W>>{});
+    const Vector<Float<W>> all = constant - Vector<Float<W>>{};
+    store(narrow->room, all);
+    store(narrow->room + kLanes<Float<W>>, all);
     return {narrow->room, 0};
   }
   const W* values = static_cast<const W*>(data);
@@ -60,50 +66,92 @@ Parameter<W> parameter(const void* data, Float<W> constant, int64_t cols, Narrow
 
 // ---- forward ----
 
-// Two passes over a tile that lies in the L1 cache. The first one's mean need only be near: the
-// second sums the deviations from it as well as their squares, and corrects both. Each term is
-// divided before it is added, so that the sum does not overflow where the mean does not.
-template <typename X>
-[[gnu::noinline]] Moments tile_moments(const X* x, int64_t cols) {
+template <typename F, int kCount>
+FASTNORM_INLINE F sum_all(const Vector<F> (&sums)[kCount]) {
+  Vector<F> pairs[kCount / 2];
+  for (int k = 0; k < kCount / 2; ++k) pairs[k] = sums[2 * k] + sums[2 * k + 1];
+  for (int k = 1; k < kCount / 2; ++k) pairs[0] += pairs[k];
+  return sum_lanes<F>(pairs[0]);
+}
+
+template <typename F>
+FASTNORM_INLINE void add_deviation(Vector<F> deviation, F inverse, Vector<F>* mean,
+                                   Vector<F>* squares) {
+  *mean += deviation * inverse;
+  *squares += deviation * deviation;
+}
+
+// Two passes over a tile that lies in the L1 cache, of kRows rows together. The first pass's mean
+// need only be near: the second sums the deviations from it as well as their squares, and corrects
+// both. Each term is divided before it is added, so that the sum does not overflow where the mean
+// does not. Short rows are taken several together to hide the latency of each one's last sums,
+// long rows with more sums side by side to hide the latency of addition.
+template <int kRows, int kPairs, typename X>
+[[gnu::noinline]] void tile_moments(const X* x, int64_t row_stride, int64_t cols,
+                                    Moments* moments) {
   using F = Float<X>;
   constexpr int64_t kStep = kLanes<F>;
-  constexpr int kChains = 4;  // independent sums, to hide the latency of addition
+  constexpr bool kEvenOdd = kIsBFloat16<X>;
   const F inverse = F(1) / static_cast<F>(cols);
   const Bits<F> tail = last_lanes<F>(cols % kStep);
 
-  Vector<F> sums[kChains] = {};
+  Vector<F> sums[kRows][2 * kPairs] = {};
   int64_t i = 0;
-  for (; i + kChains * kStep <= cols; i += kChains * kStep) {
-    for (int k = 0; k < kChains; ++k) sums[k] += load(x + i + k * kStep) * inverse;
-  }
-  for (; i + kStep <= cols; i += kStep) sums[0] += load(x + i) * inverse;
-  if (i < cols) sums[1] += masked<F>(load(x + cols - kStep), tail) * inverse;
-  const F near = sum_lanes<F>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-
-  Vector<F> deviations[kChains] = {};
-  Vector<F> squares[kChains] = {};
-  for (i = 0; i + kChains * kStep <= cols; i += kChains * kStep) {
-    for (int k = 0; k < kChains; ++k) {
-      const Vector<F> deviation = load(x + i + k * kStep) - near;
-      deviations[k] += deviation * inverse;
-      squares[k] += deviation * deviation;
+  for (; i + 2 * kPairs * kStep <= cols; i += 2 * kPairs * kStep) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kPairs; ++k) {
+        const Pair<F> pair = load_pair<kEvenOdd>(x + r * row_stride + i + 2 * k * kStep);
+        sums[r][2 * k] += pair.first * inverse;
+        sums[r][2 * k + 1] += pair.second * inverse;
+      }
     }
   }
   for (; i + kStep <= cols; i += kStep) {
-    const Vector<F> deviation = load(x + i) - near;
-    deviations[0] += deviation * inverse;
-    squares[0] += deviation * deviation;
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sums[r][0] += load(x + r * row_stride + i) * inverse;
   }
   if (i < cols) {
-    const Vector<F> deviation = masked<F>(load(x + cols - kStep) - near, tail);
-    deviations[1] += deviation * inverse;
-    squares[1] += deviation * deviation;
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][1] += masked<F>(load(x + r * row_stride + cols - kStep), tail) * inverse;
+    }
   }
-  const double correction =
-      sum_lanes<F>((deviations[0] + deviations[1]) + (deviations[2] + deviations[3]));
-  const double square_sum = sum_lanes<F>((squares[0] + squares[1]) + (squares[2] + squares[3]));
-  const double remaining = square_sum - static_cast<double>(cols) * correction * correction;
-  return {near + correction, remaining < 0 ? 0 : remaining};
+  F near[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) near[r] = sum_all<F>(sums[r]);
+
+  Vector<F> deviations[kRows][2 * kPairs] = {};
+  Vector<F> squares[kRows][2 * kPairs] = {};
+  for (i = 0; i + 2 * kPairs * kStep <= cols; i += 2 * kPairs * kStep) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kPairs; ++k) {
+        const Pair<F> pair = load_pair<kEvenOdd>(x + r * row_stride + i + 2 * k * kStep);
+        add_deviation<F>(pair.first - near[r], inverse, &deviations[r][2 * k], &squares[r][2 * k]);
+        add_deviation<F>(pair.second - near[r], inverse, &deviations[r][2 * k + 1], &squares[r][2 * k + 1]);
+      }
+    }
+  }
+  for (; i + kStep <= cols; i += kStep) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) add_deviation<F>(load(x + r * row_stride + i) - near[r], inverse, &deviations[r][0], &squares[r][0]);
+  }
+  if (i < cols) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      add_deviation<F>(masked<F>(load(x + r * row_stride + cols - kStep) - near[r], tail), inverse, &deviations[r][1], &squares[r][1]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    const double correction = sum_all<F>(deviations[r]);
+    const double square_sum = sum_all<F>(squares[r]);
+    const double remaining = square_sum - static_cast<double>(cols) * correction * correction;
+    moments[r] = {near[r] + correction, remaining < 0 ? 0 : remaining};
+  }
 }
 
 // Merges a row's tiles, in order (Chan, Golub and LeVeque 1979).
@@ -140,39 +188,50 @@ Statistics<F> statistics_at(const ForwardArgs& args, int64_t row) {
 }
 
 template <typename F>
-Statistics<F> write_statistics(const ForwardArgs& args, int64_t row, const Moments& moments) {
+void write_statistics(const ForwardArgs& args, int64_t row, const Moments& moments) {
   const double variance = moments.squares / static_cast<double>(args.cols);
   static_cast<F*>(args.mean)[row] = static_cast<F>(moments.mean);
   static_cast<F*>(args.rstd)[row] = static_cast<F>(1 / __builtin_sqrt(variance + args.eps));
-  return statistics_at<F>(args, row);
 }
 
-template <typename X, typename Y, typename W, typename B>
-FASTNORM_INLINE void normalize_vector(const X* x, const Parameter<W>& weight,
-                                      const Parameter<B>& bias, const Statistics<Float<X>>& row, Y* y,
-                                      int64_t column) {
-  const Vector<Float<X>> normalized = (load(x + column) - row.mean) * row.rstd;
-  store(y + column, normalized * weight[column] + bias[column]);
+template <typename F>
+FASTNORM_INLINE Vector<F> normalized(Vector<F> x, const Statistics<F>& row, Vector<F> weight,
+                                     Vector<F> bias) {
+  return ((x - row.mean) * row.rstd) * weight + bias;
 }
 
+// Meanwhile brings the next row into the cache, which lies `x_ahead` and `y_ahead` further on.
 template <typename X, typename Y, typename W, typename B>
 [[gnu::noinline]] void normalize(const X* __restrict x, Parameter<W> weight, Parameter<B> bias,
                                  Statistics<Float<X>> row, Y* __restrict y, int64_t cols,
                                  int64_t x_ahead, int64_t y_ahead) {
-  constexpr int64_t kStep = kLanes<Float<X>>;
+  using F = Float<X>;
+  constexpr int64_t kStep = kLanes<F>;
+  constexpr bool kEvenOdd =
+      kIsBFloat16<X> && kIsBFloat16<Y> && kIsBFloat16<W> && kIsBFloat16<B>;
   int64_t i = 0;
   for (; i + 2 * kStep <= cols; i += 2 * kStep) {
     __builtin_prefetch(x + i + x_ahead);
     __builtin_prefetch(y + i + y_ahead, 1);
-    normalize_vector(x, weight, bias, row, y, i);
-    normalize_vector(x, weight, bias, row, y, i + kStep);
+    const Pair<F> values = load_pair<kEvenOdd>(x + i);
+    const Pair<F> weights = weight.template pair<kEvenOdd>(i);
+    const Pair<F> biases = bias.template pair<kEvenOdd>(i);
+    store_pair<kEvenOdd>(y + i,
+                         {normalized<F>(values.first, row, weights.first, biases.first),
+                          normalized<F>(values.second, row, weights.second, biases.second)});
   }
   if (i + kStep <= cols) {
-    normalize_vector(x, weight, bias, row, y, i);
+    store(y + i, normalized<F>(load(x + i), row, weight[i], bias[i]));
     i += kStep;
   }
-  if (i < cols) normalize_vector(x, weight, bias, row, y, cols - kStep);
+  if (i < cols) {
+    i = cols - kStep;
+    store(y + i, normalized<F>(load(x + i), row, weight[i], bias[i]));
+  }
 }
+
+constexpr int64_t kGroup = 4;       // rows taken together
+constexpr int64_t kShortRow = 512;  // columns of rows that are taken together in the forward
 
 struct ForwardJob {
   const ForwardArgs* args;
@@ -189,32 +248,53 @@ struct Forward {
     const ForwardArgs& args = *job.args;
     const int64_t cols = args.cols;
     const bool narrow = cols < kLanes<F>;
-    NarrowRows<X> narrow_x;
+    NarrowRows<X, kGroup> narrow_x;
     NarrowRows<Y> narrow_y;
     NarrowRows<W> narrow_weight;
     NarrowRows<B> narrow_bias;
     const Parameter<W> weight = parameter<W>(args.weight, 1, cols, &narrow_weight);
     const Parameter<B> bias = parameter<B>(args.bias, 0, cols, &narrow_bias);
-    for (int64_t row = begin; row < end; ++row) {
+    for (int64_t row = begin; row < end;) {
+      const int64_t group = cols <= kShortRow && end - row >= kGroup ? kGroup : 1;
       const X* x = row_at<X>(args.x, row, args.x_row_stride);
-      Y* const y = static_cast<Y*>(args.y) + row * cols;
-      Y* y_or_copy = y;
+      int64_t x_stride = args.x_row_stride;
       if (narrow) {
-        copy(x, narrow_x.row(0, cols), cols);
+        for (int64_t r = 0; r < group; ++r) copy(x + r * x_stride, narrow_x.row(r, cols), cols);
         x = narrow_x.row(0, cols);
-        y_or_copy = narrow_y.row(0, cols);
+        x_stride = narrow_x.kStride;
       }
-      const Tile first = tile_at(0, cols);
-      RowMoments moments(tile_moments(x, first.size), first.size);
-      for (int64_t tile = 1; tile < job.tiles; ++tile) {
-        const Tile next = tile_at(tile, cols);
-        moments.add(tile_moments(x + next.begin, next.size), next.size);
+      Moments moments[kGroup];
+      if (group == kGroup) {
+        tile_moments<kGroup, 1>(x, x_stride, cols, moments);
+      } else if (cols <= kShortRow) {
+        tile_moments<1, 1>(x, 0, cols, moments);
+      } else {
+        moments[0] = long_row_moments(x, cols, job.tiles);
       }
-      const Statistics<F> statistics = write_statistics<F>(args, row, moments.all());
-      normalize(x, weight, bias, statistics, y_or_copy, cols,
-                row + 1 < end ? args.x_row_stride : 0, row + 1 < end ? cols : 0);
-      if (narrow) copy<Y>(y_or_copy, y, cols);
+      for (int64_t r = 0; r < group; ++r) write_statistics<F>(args, row + r, moments[r]);
+      for (int64_t r = 0; r < group; ++r) {
+        const bool is_last = row + r + 1 == end;
+        Y* const y = static_cast<Y*>(args.y) + (row + r) * cols;
+        Y* const y_or_copy = narrow ? narrow_y.row(0, cols) : y;
+        normalize(x + r * x_stride, weight, bias, statistics_at<F>(args, row + r), y_or_copy, cols,
+                  is_last ? 0 : x_stride, is_last ? 0 : cols);
+        if (narrow) copy<Y>(y_or_copy, y, cols);
+      }
+      row += group;
     }
+  }
+
+  static Moments long_row_moments(const X* x, int64_t cols, int64_t tiles) {
+    Moments moments;
+    const Tile first = tile_at(0, cols);
+    tile_moments<1, 2>(x, 0, first.size, &moments);
+    RowMoments all(moments, first.size);
+    for (int64_t i = 1; i < tiles; ++i) {
+      const Tile tile = tile_at(i, cols);
+      tile_moments<1, 2>(x + tile.begin, 0, tile.size, &moments);
+      all.add(moments, tile.size);
+    }
+    return all.all();
   }
 
   static void tiles_moments(void* context, int64_t begin, int64_t end) {
@@ -222,7 +302,7 @@ struct Forward {
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(i % job.tiles, job.args->cols);
       const X* x = row_at<X>(job.args->x, i / job.tiles, job.args->x_row_stride);
-      job.moments[i] = tile_moments(x + tile.begin, tile.size);
+      tile_moments<1, 2>(x + tile.begin, 0, tile.size, job.moments + i);
     }
   }
 
@@ -348,52 +428,67 @@ struct TileSums {
   using F = Float<X>;
   static constexpr int64_t kStep = kLanes<F>;
 
-  const TileOfRows<F>& tile;
+  const Dy* dy;
+  int64_t dy_stride;
+  const X* x;
+  int64_t x_stride;
   Parameter<W> weight;
-  F mean[kRows] = {};
-  F rstd[kRows] = {};
-  Vector<F> g_sums[kRows] = {};
-  Vector<F> gn_sums[kRows] = {};
+  F* dw;
+  F* db;
+  F mean[kRows];
+  F rstd[kRows];
+  Vector<F> g_sums[kRows];
+  Vector<F> gn_sums[kRows];
 
   template <bool kMasked>
   FASTNORM_INLINE void add(int64_t column, Bits<F> mask) {
-    Vector<F> dw, db, w;
-    if constexpr (kDw) dw = load(tile.dw + column);
-    if constexpr (kDb) db = load(tile.db + column);
-    if constexpr (kDx) w = weight[column];
+    Vector<F> dw_sums, db_sums, weights;
+    if constexpr (kDw) dw_sums = load(dw + column);
+    if constexpr (kDb) db_sums = load(db + column);
+    if constexpr (kDx) weights = weight[column];
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      Vector<F> dy = load(row_at<Dy>(tile.dy, r, tile.dy_stride) + column);
-      if constexpr (kMasked) dy = masked<F>(dy, mask);
-      if constexpr (kDb) db += dy;
+      Vector<F> grad = load(dy + r * dy_stride + column);
+      if constexpr (kMasked) grad = masked<F>(grad, mask);
+      if constexpr (kDb) db_sums += grad;
       if constexpr (kDx || kDw) {
-        const Vector<F> x = load(row_at<X>(tile.x, r, tile.x_stride) + column);
-        Vector<F> n = (x - mean[r]) * rstd[r];
+        Vector<F> n = (load(x + r * x_stride + column) - mean[r]) * rstd[r];
         if constexpr (kMasked) n = masked<F>(n, mask);
-        if constexpr (kDw) dw += dy * n;
+        if constexpr (kDw) dw_sums += grad * n;
         if constexpr (kDx) {
-          Vector<F> g = w * dy;
+          Vector<F> g = weights * grad;
           if constexpr (kMasked) g = masked<F>(g, mask);
           g_sums[r] += g;
           gn_sums[r] += g * n;
         }
       }
     }
-    if constexpr (kDw) store(tile.dw + column, dw);
-    if constexpr (kDb) store(tile.db + column, db);
+    if constexpr (kDw) store(dw + column, dw_sums);
+    if constexpr (kDb) store(db + column, db_sums);
   }
 
   [[gnu::noinline]] static void run(const TileOfRows<F>& tile) {
-    TileSums sums{tile, {static_cast<const W*>(tile.weight), tile.weight_step}};
+    TileSums sums;
+    sums.dy = static_cast<const Dy*>(tile.dy);
+    sums.dy_stride = tile.dy_stride;
+    sums.x = static_cast<const X*>(tile.x);
+    sums.x_stride = tile.x_stride;
+    sums.weight = {static_cast<const W*>(tile.weight), tile.weight_step};
+    sums.dw = tile.dw;
+    sums.db = tile.db;
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       sums.mean[r] = tile.mean[r];
       sums.rstd[r] = tile.rstd[r];
+      sums.g_sums[r] = Vector<F>{};
+      sums.gn_sums[r] = Vector<F>{};
     }
+    const int64_t cols = tile.cols;
     int64_t i = 0;
-    for (; i + kStep <= tile.cols; i += kStep) sums.template add<false>(i, Bits<F>{});
-    if (i < tile.cols) {
-      sums.template add<true>(tile.cols - kStep, last_lanes<F>(tile.cols % kStep));
-    }
+    for (; i + kStep <= cols; i += kStep) sums.template add<false>(i, Bits<F>{});
+    if (i < cols) sums.template add<true>(cols - kStep, last_lanes<F>(cols % kStep));
     if constexpr (kDx) {
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         tile.row_sums[2 * r] += sum_lanes<F>(sums.g_sums[r]);
         tile.row_sums[2 * r + 1] += sum_lanes<F>(sums.gn_sums[r]);
@@ -426,28 +521,38 @@ struct RowScalars {
   F gn_mean_rstd;
 };
 
-template <typename Dy, typename X, typename W>
-FASTNORM_INLINE void write_dx_vector(const Dy* dy, const X* x, const Parameter<W>& weight,
-                                     const RowScalars<Float<X>>& row, X* dx, int64_t column) {
-  const Vector<Float<X>> deviation = load(x + column) - row.mean;
-  const Vector<Float<X>> g = weight[column] * load(dy + column) - row.g_mean;
-  store(dx + column, (g - deviation * row.gn_mean_rstd) * row.rstd);
+template <typename F>
+FASTNORM_INLINE Vector<F> dx_of(Vector<F> dy, Vector<F> x, Vector<F> weight,
+                                const RowScalars<F>& row) {
+  return (weight * dy - row.g_mean - (x - row.mean) * row.gn_mean_rstd) * row.rstd;
 }
 
 template <typename Dy, typename X, typename W>
 [[gnu::noinline]] void write_dx(const Dy* __restrict dy, const X* __restrict x, Parameter<W> weight,
-                                const RowScalars<Float<X>> row, X* __restrict dx, int64_t cols) {
-  constexpr int64_t kStep = kLanes<Float<X>>;
+                                const RowScalars<Float<X>> row, X* __restrict dx, int64_t cols,
+                                int64_t dy_ahead, int64_t x_ahead, int64_t dx_ahead) {
+  using F = Float<X>;
+  constexpr int64_t kStep = kLanes<F>;
+  constexpr bool kEvenOdd = kIsBFloat16<Dy> && kIsBFloat16<X> && kIsBFloat16<W>;
   int64_t i = 0;
   for (; i + 2 * kStep <= cols; i += 2 * kStep) {
-    write_dx_vector(dy, x, weight, row, dx, i);
-    write_dx_vector(dy, x, weight, row, dx, i + kStep);
+    __builtin_prefetch(dy + i + dy_ahead);
+    __builtin_prefetch(x + i + x_ahead);
+    __builtin_prefetch(dx + i + dx_ahead, 1);
+    const Pair<F> dys = load_pair<kEvenOdd>(dy + i);
+    const Pair<F> xs = load_pair<kEvenOdd>(x + i);
+    const Pair<F> weights = weight.template pair<kEvenOdd>(i);
+    store_pair<kEvenOdd>(dx + i, {dx_of<F>(dys.first, xs.first, weights.first, row),
+                                  dx_of<F>(dys.second, xs.second, weights.second, row)});
   }
   if (i + kStep <= cols) {
-    write_dx_vector(dy, x, weight, row, dx, i);
+    store(dx + i, dx_of<F>(load(dy + i), load(x + i), weight[i], row));
     i += kStep;
   }
-  if (i < cols) write_dx_vector(dy, x, weight, row, dx, cols - kStep);
+  if (i < cols) {
+    i = cols - kStep;
+    store(dx + i, dx_of<F>(load(dy + i), load(x + i), weight[i], row));
+  }
 }
 
 template <typename F>
@@ -465,8 +570,6 @@ struct BackwardJob {
   double* row_sums;
 };
 
-constexpr int64_t kGroup = 4;  // rows added together
-
 template <typename F>
 void set_to_zero(F* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = 0;
@@ -480,9 +583,14 @@ struct Backward {
   static RowScalars<F> row_scalars(const BackwardArgs& args, int64_t row, const double* sums) {
     const F mean = static_cast<const F*>(args.mean)[row];
     const F rstd = static_cast<const F*>(args.rstd)[row];
-    const double cols = static_cast<double>(args.cols);
-    const F gn_mean = static_cast<F>(sums[1] / cols);
-    return {mean, rstd, static_cast<F>(sums[0] / cols), gn_mean * rstd};
+    const double inverse = 1 / static_cast<double>(args.cols);
+    const F gn_mean = static_cast<F>(sums[1] * inverse);
+    return {mean, rstd, static_cast<F>(sums[0] * inverse), gn_mean * rstd};
+  }
+
+  // Only dx needs the weight: without it W may not be the weight's type.
+  static Parameter<W> weight_of(const BackwardArgs& args, NarrowRows<W>* narrow) {
+    return parameter<W>(args.dx == nullptr ? nullptr : args.weight, 1, args.cols, narrow);
   }
 
   // Adds blocks of whole rows into their slots, and writes the rows' dx.
@@ -496,7 +604,7 @@ struct Backward {
     NarrowRows<X, kGroup> narrow_x;
     NarrowRows<X> narrow_dx;
     NarrowRows<W> narrow_weight;
-    const Parameter<W> weight = parameter<W>(args.weight, 1, cols, &narrow_weight);
+    const Parameter<W> weight = weight_of(args, &narrow_weight);
     for (int64_t block = begin; block < end; ++block) {
       F* dw = nullptr;
       F* db = nullptr;
@@ -544,11 +652,14 @@ struct Backward {
           (group == kGroup ? job.add_rows : job.add_row)(tile_of_rows);
         }
         if (args.dx != nullptr) {
+          const int64_t ahead = last - row >= 2 * group ? group : 0;
           for (int64_t r = 0; r < group; ++r) {
+            const bool is_last = row + r + 1 == last;
             X* const dx = static_cast<X*>(args.dx) + (row + r) * cols;
             X* const dx_or_copy = narrow ? narrow_dx.row(0, cols) : dx;
             write_dx(dy + r * dy_stride, x + r * x_stride, weight,
-                     row_scalars(args, row + r, sums + 2 * r), dx_or_copy, cols);
+                     row_scalars(args, row + r, sums + 2 * r), dx_or_copy, cols,
+                     ahead * dy_stride, ahead * x_stride, is_last ? 0 : cols);
             if (narrow) copy<X>(dx_or_copy, dx, cols);
           }
         }
@@ -562,7 +673,7 @@ struct Backward {
     const Job& job = *static_cast<const Job*>(context);
     const BackwardArgs& args = *job.args;
     NarrowRows<W> constant_weight;
-    const Parameter<W> weight = parameter<W>(args.weight, 1, args.cols, &constant_weight);
+    const Parameter<W> weight = weight_of(args, &constant_weight);
     F dw[2 * kTile];
     F db[2 * kTile];
     for (int64_t i = begin; i < end; ++i) {
@@ -603,14 +714,14 @@ struct Backward {
     const Job& job = *static_cast<const Job*>(context);
     const BackwardArgs& args = *job.args;
     NarrowRows<W> constant_weight;
-    const Parameter<W> weight = parameter<W>(args.weight, 1, args.cols, &constant_weight);
+    const Parameter<W> weight = weight_of(args, &constant_weight);
     for (int64_t i = begin; i < end; ++i) {
       const Tile tile = tile_at(i % job.tiles, args.cols);
       const int64_t row = job.first_row + i / job.tiles;
       write_dx(row_at<Dy>(args.dy, row, args.dy_row_stride) + tile.begin,
                row_at<X>(args.x, row, args.x_row_stride) + tile.begin, weight.from(tile.begin),
                row_scalars(args, row, job.row_sums + 2 * (i / job.tiles)),
-               static_cast<X*>(args.dx) + row * args.cols + tile.begin, tile.size);
+               static_cast<X*>(args.dx) + row * args.cols + tile.begin, tile.size, 0, 0, 0);
     }
   }
 

@@ -108,12 +108,16 @@ FASTNORM_INLINE void store(float* to, Vector<float> value) { store_bits(to, valu
 
 FASTNORM_INLINE void store(double* to, Vector<double> value) { store_bits(to, value); }
 
-// Rounds to nearest even. A NaN becomes a quiet NaN: rounding alone could make it an infinity.
-FASTNORM_INLINE void store(BFloat16* to, Vector<float> value) {
+// Rounds to nearest even, into the high halves of the words. A NaN is only cut short: results of
+// arithmetic are quiet NaNs, whose first fraction bit stays.
+FASTNORM_INLINE Words round_to_bfloat16(Vector<float> value) {
   const Words bits = (Words)value;
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Words is_nan = (Words)(value != value);
-  store_bits(to, narrow(select(is_nan, (bits >> 16) | 0x40, rounded)));
+  const Words is_number = (Words)(value == value);
+  return bits + ((0x7fff + ((bits >> 16) & 1)) & is_number);
+}
+
+FASTNORM_INLINE void store(BFloat16* to, Vector<float> value) {
+  store_bits(to, narrow(round_to_bfloat16(value) >> 16));
 }
 
 #if defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 64
@@ -175,6 +179,40 @@ FASTNORM_INLINE void store(Float16* to, Vector<float> value) {
 }
 
 #endif
+
+// Two vectors' worth of columns. Where only bfloat16 is concerned, `first` holds the even columns
+// and `second` the odd ones, which takes half the instructions; else they follow one another.
+template <typename F>
+struct Pair {
+  Vector<F> first;
+  Vector<F> second;
+};
+
+template <typename T>
+constexpr bool kIsBFloat16 = false;
+template <>
+constexpr bool kIsBFloat16<BFloat16> = true;
+
+template <bool kEvenOdd, typename T>
+FASTNORM_INLINE Pair<Float<T>> load_pair(const T* from) {
+  if constexpr (kEvenOdd) {
+    const Words both = load_bits<Words>(from);
+    return {(Vector<float>)(both << 16), (Vector<float>)(both & 0xffff0000)};
+  } else {
+    return {load(from), load(from + kLanes<Float<T>>)};
+  }
+}
+
+template <bool kEvenOdd, typename T>
+FASTNORM_INLINE void store_pair(T* to, Pair<Float<T>> values) {
+  if constexpr (kEvenOdd) {
+    const Words even = round_to_bfloat16(values.first) >> 16;
+    store_bits(to, even | (round_to_bfloat16(values.second) & 0xffff0000));
+  } else {
+    store(to, values.first);
+    store(to + kLanes<Float<T>>, values.second);
+  }
+}
 
 template <typename F>
 FASTNORM_INLINE Vector<F> masked(Vector<F> value, Bits<F> mask) {

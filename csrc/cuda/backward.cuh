@@ -33,7 +33,6 @@ struct BackwardParameters {
   Sums<A>* segment_sums;  // [rows, segments], of kSplit
   int64_t segments;
   int cluster_size;
-  bool vectorized;
 };
 
 template <class X>
@@ -45,12 +44,12 @@ static_assert(kBackwardChunks<float> == backward_chunks(DType::kFloat32));
 static_assert(kBackwardChunks<double> == backward_chunks(DType::kFloat64));
 
 // A thread's columns of one row: x, dy and the weight.
-template <class X, class DY, class W>
+template <class X, class DY, class W, bool kVectorized>
 struct BackwardTile {
   using A = Accumulator<X>;
   static constexpr int kChunks = kBackwardChunks<X>;
   static constexpr int kColumns = kChunkColumns<X>;
-  using RowShare = Share<kColumns>;
+  using RowShare = Share<X, kVectorized>;
 
   Tile<X, kChunks, kColumns> x;
   Tile<DY, kChunks, kColumns> dy;
@@ -77,7 +76,6 @@ struct BackwardTile {
     Sums<A> sums;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      if (share.count(k) == 0) continue;
       Sums<A> chunk;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
@@ -97,15 +95,13 @@ struct BackwardTile {
     const A c2 = sums.wdy / cols;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const int count = share.count(k);
-      if (count == 0) continue;
       Pack<X, kColumns> out;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         out.values[i] =
             store_as<X>(rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2));
       }
-      store_pack<X, kColumns>(dx + share.column(k), out, count, share.whole(k));
+      store_pack<kVectorized>(dx + share.column(k), out, share.count(k));
     }
   }
 };
@@ -134,10 +130,10 @@ struct WeightGradTile {
 };
 
 // Writes one row of partial sums: the rows of the block (threadIdx.y) added up in their order.
-template <class X>
+template <class X, bool kVectorized>
 __device__ __forceinline__ void store_partials(
     const typename WeightGradTile<X>::A (&values)[kBackwardChunks<X>][kChunkColumns<X>],
-    const Share<kChunkColumns<X>>& share, Accumulator<X>* staging, Accumulator<X>* partials) {
+    const Share<X, kVectorized>& share, Accumulator<X>* staging, Accumulator<X>* partials) {
   using A = Accumulator<X>;
   constexpr int kChunks = kBackwardChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -147,7 +143,7 @@ __device__ __forceinline__ void store_partials(
       Pack<A, kColumns> pack;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) pack.values[i] = values[k][i];
-      store_pack<A, kColumns>(partials + share.column(k), pack, share.count(k), share.whole(k));
+      store_pack<kVectorized>(partials + share.column(k), pack, share.count(k));
     }
     return;
   }
@@ -171,7 +167,7 @@ __device__ __forceinline__ void store_partials(
   }
 }
 
-template <class X, class DY, class W, bool kWeightGrads, bool kCluster>
+template <class X, class DY, class W, bool kWeightGrads, bool kCluster, bool kVectorized>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
     backward_rows(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
@@ -184,9 +180,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   const int64_t group = kCluster ? blockIdx.x / p.cluster_size : blockIdx.x;
   const int64_t groups = kCluster ? gridDim.x / p.cluster_size : gridDim.x;
   const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols);
-  const Share<kColumns> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-                              piece.cols, p.vectorized};
-  BackwardTile<X, DY, W> tile;
+  const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                                    piece.cols};
+  BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + piece.begin, share);
   WeightGradTile<X> weight_grads;
 
@@ -208,20 +204,20 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   if constexpr (kWeightGrads) {
     __shared__ A staging[kMaxThreadsPerRow * kChunks * kColumns / 2];
     const int64_t offset = group * p.cols + piece.begin;
-    store_partials<X>(weight_grads.dw, share, staging, p.dw_partials + offset);
-    store_partials<X>(weight_grads.db, share, staging, p.db_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.dw, share, staging, p.dw_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.db, share, staging, p.db_partials + offset);
   }
 }
 
-template <class X, class DY, class W>
+template <class X, class DY, class W, bool kVectorized>
 __global__ void __launch_bounds__(kSegmentThreads)
     backward_segment_sums(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   using Reducer = RowReducer<Sums<A>, false>;
   __shared__ typename Reducer::Storage storage;
   Reducer reducer(storage, 1);
-  const Segment<X, kBackwardChunks<X>> segment(p.cols, p.segments, p.vectorized);
-  BackwardTile<X, DY, W> tile;
+  const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
+  BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
   tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
   tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
@@ -230,12 +226,12 @@ __global__ void __launch_bounds__(kSegmentThreads)
   if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
 }
 
-template <class X, class DY, class W>
+template <class X, class DY, class W, bool kVectorized>
 __global__ void __launch_bounds__(kSegmentThreads)
     backward_segment_apply(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
-  const Segment<X, kBackwardChunks<X>> segment(p.cols, p.segments, p.vectorized);
-  BackwardTile<X, DY, W> tile;
+  const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
+  BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
   tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
   tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
@@ -245,25 +241,25 @@ __global__ void __launch_bounds__(kSegmentThreads)
                 p.rstd[segment.row], sums, static_cast<A>(p.cols));
 }
 
-template <class X, class DY, class W>
+template <bool kVectorized, class X, class DY, class W>
 cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan& plan,
                       cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  const auto launch_rows = [&](auto kernel) {
+    return launch(kernel, plan.blocks, threads, plan.cluster_size, stream, p);
+  };
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {
     case Kernel::kRows:
-      return launch(
-          fused ? backward_rows<X, DY, W, true, false> : backward_rows<X, DY, W, false, false>,
-          plan.blocks, threads, 1, stream, p);
+      return launch_rows(fused ? backward_rows<X, DY, W, true, false, kVectorized>
+                               : backward_rows<X, DY, W, false, false, kVectorized>);
     case Kernel::kCluster:
-      return launch(
-          fused ? backward_rows<X, DY, W, true, true> : backward_rows<X, DY, W, false, true>,
-          plan.blocks, threads, plan.cluster_size, stream, p);
+      return launch_rows(fused ? backward_rows<X, DY, W, true, true, kVectorized>
+                               : backward_rows<X, DY, W, false, true, kVectorized>);
     case Kernel::kSplit: {
-      const cudaError_t error =
-          launch(backward_segment_sums<X, DY, W>, plan.blocks, threads, 1, stream, p);
+      const cudaError_t error = launch_rows(backward_segment_sums<X, DY, W, kVectorized>);
       if (error != cudaSuccess) return error;
-      return launch(backward_segment_apply<X, DY, W>, plan.blocks, threads, 1, stream, p);
+      return launch_rows(backward_segment_apply<X, DY, W, kVectorized>);
     }
   }
   return cudaErrorInvalidValue;
@@ -300,8 +296,8 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
         p.segment_sums = segment_sums;
         p.segments = plan.segments;
         p.cluster_size = plan.cluster_size;
-        p.vectorized = plan.vectorized;
-        return launch_dx(p, plan, stream);
+        return plan.vectorized ? launch_dx<true>(p, plan, stream)
+                               : launch_dx<false>(p, plan, stream);
       });
     }
     if (error != cudaSuccess || plan.weight_grads == WeightGrads::kNone) return error;

@@ -28,13 +28,12 @@ struct ForwardParameters {
   Moments<A>* segment_moments;  // [rows, segments], of kSplit
   int64_t segments;
   int cluster_size;
-  bool vectorized;
 };
 
 // Mean and sum of squared differences of a thread's own columns, in two passes over registers.
-template <class A, class X, int kChunks>
+template <class A, class X, int kChunks, bool kVectorized>
 __device__ __forceinline__ Moments<A> tile_moments(const Tile<X, kChunks, kChunkColumns<X>>& tile,
-                                                   const Share<kChunkColumns<X>>& share) {
+                                                   const Share<X, kVectorized>& share) {
   constexpr int kColumns = kChunkColumns<X>;
   Moments<A> moments;
   int count = 0;
@@ -54,12 +53,12 @@ __device__ __forceinline__ Moments<A> tile_moments(const Tile<X, kChunks, kChunk
     A m2 = 0;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      // A column that does not exist must not count here: zero differs from the mean.
-      const A delta =
-          i < existing ? tile.template get<A>(k, i) - moments.mean : A(0);
+      A delta = tile.template get<A>(k, i) - moments.mean;
+      // A column that does not exist must not count: zero differs from the mean.
+      if constexpr (!kVectorized) delta = i < existing ? delta : A(0);
       m2 = fma(delta, delta, m2);
     }
-    moments.m2 += m2;
+    moments.m2 += existing > 0 ? m2 : A(0);
   }
   return moments;
 }
@@ -70,39 +69,31 @@ __device__ __forceinline__ A rstd_of(const Moments<A>& moments, A eps) {
 }
 
 // Writes y for a tile. The pointers are those of the row, or of the piece of it that `share` counts
-// within.
-template <class A, class X, class Y, class W, int kChunks>
+// within. A missing weight is one and a missing bias zero: exact, and without a branch.
+template <class A, class X, class Y, class W, int kChunks, bool kVectorized>
 __device__ __forceinline__ void apply_tile(const Tile<X, kChunks, kChunkColumns<X>>& tile,
-                                           const Share<kChunkColumns<X>>& share, A mean, A rstd,
+                                           const Share<X, kVectorized>& share, A mean, A rstd,
                                            const W* weight, const W* bias, Y* y) {
   constexpr int kColumns = kChunkColumns<X>;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const int count = share.count(k);
-    if (count == 0) continue;
-    const bool whole = share.whole(k);
     const int column = share.column(k);
-    Pack<W, kColumns> w, b;
-    if (weight != nullptr) w = load_pack<W, kColumns>(weight + column, count, whole);
-    if (bias != nullptr) b = load_pack<W, kColumns>(bias + column, count, whole);
+    Pack<W, kColumns> w = fill_pack<W, kColumns>(1);
+    Pack<W, kColumns> b = fill_pack<W, kColumns>(0);
+    load_pack<kVectorized>(w, weight + column, weight == nullptr ? 0 : count);
+    load_pack<kVectorized>(b, bias + column, bias == nullptr ? 0 : count);
     Pack<Y, kColumns> out;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      A value = (tile.template get<A>(k, i) - mean) * rstd;
-      if (weight != nullptr && bias != nullptr) {
-        value = fma(value, load_as<A>(w.values[i]), load_as<A>(b.values[i]));
-      } else if (weight != nullptr) {
-        value *= load_as<A>(w.values[i]);
-      } else if (bias != nullptr) {
-        value += load_as<A>(b.values[i]);
-      }
-      out.values[i] = store_as<Y>(value);
+      const A xhat = (tile.template get<A>(k, i) - mean) * rstd;
+      out.values[i] = store_as<Y>(fma(xhat, load_as<A>(w.values[i]), load_as<A>(b.values[i])));
     }
-    store_pack<Y, kColumns>(y + column, out, count, whole);
+    store_pack<kVectorized>(y + column, out, count);
   }
 }
 
-template <class X, class Y, class W, int kChunks, bool kCluster>
+template <class X, class Y, class W, int kChunks, bool kCluster, bool kVectorized>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
     forward_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
@@ -116,8 +107,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
       threadIdx.y;
   const bool active = row < p.rows;
   const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols);
-  const Share<kColumns> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-                              piece.cols, p.vectorized};
+  const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+                                    piece.cols};
 
   Tile<X, kChunks, kColumns> x;
   x.load(active ? p.x + row * p.x_row_stride + piece.begin : nullptr, share);
@@ -134,25 +125,25 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   }
 }
 
-template <class X, class Y, class W>
+template <class X, class Y, class W, bool kVectorized>
 __global__ void __launch_bounds__(kSegmentThreads)
     forward_segment_moments(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   using Reducer = RowReducer<Moments<A>, false>;
   __shared__ typename Reducer::Storage storage;
   Reducer reducer(storage, 1);
-  const Segment<X, kForwardChunks> segment(p.cols, p.segments, p.vectorized);
+  const Segment<X, kForwardChunks, kVectorized> segment(p.cols, p.segments);
   Tile<X, kForwardChunks, kChunkColumns<X>> x;
   x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
   const Moments<A> moments = reducer.reduce(tile_moments<A>(x, segment.share));
   if (threadIdx.x == 0) p.segment_moments[blockIdx.x] = moments;
 }
 
-template <class X, class Y, class W>
+template <class X, class Y, class W, bool kVectorized>
 __global__ void __launch_bounds__(kSegmentThreads)
     forward_segment_apply(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
-  const Segment<X, kForwardChunks> segment(p.cols, p.segments, p.vectorized);
+  const Segment<X, kForwardChunks, kVectorized> segment(p.cols, p.segments);
   Tile<X, kForwardChunks, kChunkColumns<X>> x;
   x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
   const Moments<A> moments = reduce_array(p.segment_moments + segment.row * p.segments,
@@ -168,33 +159,33 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
-template <class X, class Y, class W>
+template <bool kVectorized, class X, class Y, class W>
 cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPlan& plan,
                            cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  const auto launch_rows = [&](auto kernel) {
+    return launch(kernel, plan.blocks, threads, plan.cluster_size, stream, p);
+  };
   switch (plan.kernel) {
     case Kernel::kRows:
       switch (plan.chunks_per_thread) {
         case 1:
-          return launch(forward_rows<X, Y, W, 1, false>, plan.blocks, threads, 1, stream, p);
+          return launch_rows(forward_rows<X, Y, W, 1, false, kVectorized>);
         case 2:
-          return launch(forward_rows<X, Y, W, 2, false>, plan.blocks, threads, 1, stream, p);
+          return launch_rows(forward_rows<X, Y, W, 2, false, kVectorized>);
         case 4:
-          return launch(forward_rows<X, Y, W, 4, false>, plan.blocks, threads, 1, stream, p);
+          return launch_rows(forward_rows<X, Y, W, 4, false, kVectorized>);
         case kForwardChunks:
-          return launch(forward_rows<X, Y, W, kForwardChunks, false>, plan.blocks, threads, 1,
-                        stream, p);
+          return launch_rows(forward_rows<X, Y, W, kForwardChunks, false, kVectorized>);
         default:
           return cudaErrorInvalidValue;
       }
     case Kernel::kCluster:
-      return launch(forward_rows<X, Y, W, kForwardChunks, true>, plan.blocks, threads,
-                    plan.cluster_size, stream, p);
+      return launch_rows(forward_rows<X, Y, W, kForwardChunks, true, kVectorized>);
     case Kernel::kSplit: {
-      const cudaError_t error =
-          launch(forward_segment_moments<X, Y, W>, plan.blocks, threads, 1, stream, p);
+      const cudaError_t error = launch_rows(forward_segment_moments<X, Y, W, kVectorized>);
       if (error != cudaSuccess) return error;
-      return launch(forward_segment_apply<X, Y, W>, plan.blocks, threads, 1, stream, p);
+      return launch_rows(forward_segment_apply<X, Y, W, kVectorized>);
     }
   }
   return cudaErrorInvalidValue;
@@ -224,8 +215,8 @@ cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* w
       p.segment_moments = static_cast<Moments<A>*>(workspace);
       p.segments = plan.segments;
       p.cluster_size = plan.cluster_size;
-      p.vectorized = plan.vectorized;
-      return launch_forward(p, plan, stream);
+      return plan.vectorized ? launch_forward<true>(p, plan, stream)
+                             : launch_forward<false>(p, plan, stream);
     });
   });
 }

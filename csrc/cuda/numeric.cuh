@@ -51,27 +51,33 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
   T values[kCount];
 };
 
-// The first `count` elements at `source`, zeros after them; `whole` says that all kCount are there
-// and aligned.
+// A pack with every element `value`.
 template <class T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> load_pack(const T* source, int count, bool whole) {
+__device__ __forceinline__ Pack<T, kCount> fill_pack(Accumulator<T> value) {
   Pack<T, kCount> pack;
-  if (whole) {
-    pack = *reinterpret_cast<const Pack<T, kCount>*>(source);
-  } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      pack.values[i] = i < count ? source[i] : store_as<T>(Accumulator<T>(0));
-    }
-  }
+  for (int i = 0; i < kCount; ++i) pack.values[i] = store_as<T>(value);
   return pack;
 }
 
-template <class T, int kCount>
-__device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack, int count,
-                                           bool whole) {
-  if (whole) {
-    *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
+// Replaces the first `count` elements of `pack` by those at `source`. With kVectorized all or none
+// are there, and aligned.
+template <bool kVectorized, class T, int kCount>
+__device__ __forceinline__ void load_pack(Pack<T, kCount>& pack, const T* source, int count) {
+  if constexpr (kVectorized) {
+    if (count > 0) pack = *reinterpret_cast<const Pack<T, kCount>*>(source);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < count) pack.values[i] = source[i];
+    }
+  }
+}
+
+template <bool kVectorized, class T, int kCount>
+__device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack, int count) {
+  if constexpr (kVectorized) {
+    if (count > 0) *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -22,19 +22,19 @@ __device__ __forceinline__ Piece block_piece(int64_t cols) {
 }
 
 // The row and the columns of a block of the kSplit kernels.
-template <class X, int kChunks>
+template <class X, int kChunks, bool kVectorized>
 struct Segment {
   static constexpr int64_t kSize =
       static_cast<int64_t>(kSegmentThreads) * kChunks * kChunkColumns<X>;
   int64_t row, index, begin;
-  Share<kChunkColumns<X>> share;
+  Share<X, kVectorized> share;
 
-  __device__ __forceinline__ Segment(int64_t cols, int64_t segments, bool vectorized)
+  __device__ __forceinline__ Segment(int64_t cols, int64_t segments)
       : row(blockIdx.x / segments),
         index(blockIdx.x - row * segments),
         begin(index * kSize),
         share{static_cast<int>(threadIdx.x), kSegmentThreads,
-              static_cast<int>(min(kSize, cols - begin)), vectorized} {}
+              static_cast<int>(min(kSize, cols - begin))} {}
 };
 
 }  // namespace fastnorm::cuda

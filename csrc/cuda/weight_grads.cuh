@@ -23,12 +23,11 @@ struct ColumnParameters {
   A* db_partials;
   int64_t tiles;
   int64_t slices;
-  bool vectorized;
 };
 
 // A block adds up one tile of columns, a chunk per threadIdx.x, over one slice of rows that its
 // threadIdx.y share in turn.
-template <class X, class DY>
+template <class X, class DY, bool kVectorized>
 __global__ void __launch_bounds__(kColumnThreads) column_sums(const ColumnParameters<X, DY> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -39,8 +38,8 @@ __global__ void __launch_bounds__(kColumnThreads) column_sums(const ColumnParame
   const int64_t tile = blockIdx.x - slice * p.tiles;
   const int64_t begin = tile * blockDim.x * kColumns;
   const int64_t width = static_cast<int64_t>(blockDim.x) * kColumns;
-  const Share<kColumns> share{static_cast<int>(threadIdx.x), 0,
-                              static_cast<int>(min(width, p.cols - begin)), p.vectorized};
+  const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), 0,
+                                    static_cast<int>(min(width, p.cols - begin))};
   const int64_t rows_per_slice = (p.rows + p.slices - 1) / p.slices;
   const int64_t end = min(p.rows, (slice + 1) * rows_per_slice);
 
@@ -108,9 +107,9 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
   p.db_partials = db_partials;
   p.tiles = plan.column_tiles;
   p.slices = plan.partials;
-  p.vectorized = plan.vectorized;
-  return launch(column_sums<X, DY>, plan.column_tiles * plan.partials,
-                dim3(plan.column_threads, plan.column_rows), 1, stream, p);
+  return launch(plan.vectorized ? column_sums<X, DY, true> : column_sums<X, DY, false>,
+                plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows), 1,
+                stream, p);
 }
 
 // Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where

@@ -1,0 +1,30 @@
+# Types of the compiled module, csrc/python_module.cpp.
+from typing import Any, Literal
+
+Direction = Literal["forward", "backward"]
+DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
+KernelName = Literal["rows", "cluster", "split"]
+WeightGradsName = Literal["none", "fused", "columns"]
+
+def build_info() -> dict[str, Any]: ...
+def plan(
+    direction: Direction,
+    rows: int,
+    cols: int,
+    dtype: DtypeName,
+    *,
+    aligned: bool = True,
+    dx: bool = True,
+    dw_db: bool = True,
+    sm_count: int = 132,
+    compute_capability: int = 90,
+    kernel: KernelName | None = None,
+    weight_grads: WeightGradsName | None = None,
+    cluster_size: int | None = None,
+) -> dict[str, Any]: ...
+def force_plan(
+    *,
+    kernel: KernelName | None = None,
+    weight_grads: WeightGradsName | None = None,
+    cluster_size: int | None = None,
+) -> None: ...

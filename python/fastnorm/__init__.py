@@ -1,0 +1,12 @@
+"""LayerNorm for PyTorch: `torch.ops.fastnorm`, `fastnorm.functional` and `fastnorm.LayerNorm`."""
+
+from fastnorm._checks import load_extension
+
+_C = load_extension()
+
+from fastnorm import functional  # noqa: E402  (the operators are registered from here on)
+from fastnorm.modules import LayerNorm  # noqa: E402
+
+__version__: str = _C.build_info()["version"]
+
+__all__ = ["LayerNorm", "__version__", "functional"]
