@@ -63,12 +63,12 @@ void check_parameter(const char* name, const OptionalTensor& parameter, const at
   if (!given(parameter)) return;
   check_device(name, *parameter, input);
   const at::ScalarType dtype = parameter->scalar_type();
-  TORCH_CHECK(dtype == input.scalar_type() ||
-                  (dtype == at::kFloat && is_16_or_32_bit_float(input.scalar_type())),
-              "Expected ", name, " to have the input's dtype ", input.scalar_type(),
-              input.scalar_type() == at::kDouble || input.scalar_type() == at::kFloat ? ""
-                                                                                       : " or Float",
-              ", but got ", dtype);
+  TORCH_CHECK(
+      dtype == input.scalar_type() ||
+          (dtype == at::kFloat && is_16_or_32_bit_float(input.scalar_type())),
+      "Expected ", name, " to have the input's dtype ", input.scalar_type(),
+      input.scalar_type() == at::kDouble || input.scalar_type() == at::kFloat ? "" : " or Float",
+      ", but got ", dtype);
 }
 
 void check_inputs(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
@@ -158,8 +158,7 @@ void check_backward(const at::Tensor& grad_out, const at::Tensor& input,
   TORCH_CHECK(is_double ? grad_out.scalar_type() == at::kDouble
                         : is_16_or_32_bit_float(grad_out.scalar_type()),
               "Expected grad_out to have dtype ", is_double ? "Double" : "Float, Half or BFloat16",
-              " for an input of dtype ", input.scalar_type(), ", but got ",
-              grad_out.scalar_type());
+              " for an input of dtype ", input.scalar_type(), ", but got ", grad_out.scalar_type());
   check_statistics("mean", mean, input, normalized_shape.size());
   check_statistics("rstd", rstd, input, normalized_shape.size());
 }

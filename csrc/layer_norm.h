@@ -1,4 +1,5 @@
-// The operators as C++ sees them below the public API: typed handles and the checks of their inputs.
+// The operators as C++ sees them below the public API: typed handles and the checks of their
+// inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -2,8 +2,8 @@
 //
 // torch::autograd::Function would be shorter, but it has no forward mode and functorch refuses it.
 // Everything that leans on PyTorch's autograd internals (Node, SavedVariable, forward gradients) is
-// in this file. The formulas are derived in docs/layer_norm_math.md. With J = d xhat / d x, which is
-// symmetric and acts on each row as
+// in this file. The formulas are derived in docs/layer_norm_math.md. With J = d xhat / d x, which
+// is symmetric and acts on each row as
 //     J v = rstd * (v - mean(v) - xhat * mean(v * xhat)),
 // the gradient of layer_norm is  dx = J (dy * weight),  dw = sum dy * xhat,  db = sum dy.
 // First derivatives run the fused kernels; what follows from differentiating them again is written
@@ -35,8 +35,8 @@ using NodePointer = decltype(Edge::function);
 
 template <class T>
 std::shared_ptr<T> new_node(std::shared_ptr<Node>*) {
-  // deleteNode unwinds long graphs without recursion. Found by argument-dependent lookup, so that it
-  // is named only where it exists.
+  // deleteNode unwinds long graphs without recursion. Found by argument-dependent lookup, so that
+  // it is named only where it exists.
   return std::shared_ptr<T>(new T(), [](T* node) { deleteNode(node); });
 }
 
@@ -152,8 +152,8 @@ DoubleBackward double_backward(at::Tensor ggx, at::Tensor ggw, at::Tensor ggb,
       const at::Tensor h = w.defined() ? dy * w : dy;
       const at::Tensor j_h = rows.project(h);
       // d rstd / d x = -rstd^2 xhat / N, hence the term in mean(ggx * J h).
-      g = -rows.rstd_times(rows.xhat() * rows.mean(ggx * j_h) +
-                           rows.mean(h * rows.xhat()) * j_ggx + rows.mean(ggx * rows.xhat()) * j_h);
+      g = -rows.rstd_times(rows.xhat() * rows.mean(ggx * j_h) + rows.mean(h * rows.xhat()) * j_ggx +
+                           rows.mean(ggx * rows.xhat()) * j_h);
     }
     g = plus(g, rows.project(times(ggw, dy)));
     result.input = to_dtype(g, input.scalar_type());
@@ -382,14 +382,13 @@ Tensors3 layer_norm_backward_autograd(const at::Tensor& grad_out, const at::Tens
     const at::Tensor dy_tangent = to_dtype(tangent(grad_out), rows.dtype());
     if (dx.defined()) {
       const at::Tensor h = w.defined() ? dy * w : dy;
-      const at::Tensor h_tangent =
-          plus(w.defined() ? times(dy_tangent, w) : dy_tangent,
-              times(dy, to_dtype(tangent(weight), rows.dtype())));
+      const at::Tensor h_tangent = plus(w.defined() ? times(dy_tangent, w) : dy_tangent,
+                                        times(dy, to_dtype(tangent(weight), rows.dtype())));
       set_tangent(dx, plus(rows.project(h_tangent), rows.project_tangent(h, x_tangent)));
     }
     if (dw.defined()) {
       set_tangent(dw, rows.sum_rows(plus(times(dy_tangent, rows.xhat()),
-                                        times(dy, rows.project(x_tangent)))));
+                                         times(dy, rows.project(x_tangent)))));
     }
     if (db.defined()) set_tangent(db, rows.sum_rows(dy_tangent));
   }

@@ -37,7 +37,8 @@ void* workspace_data(const at::Tensor& workspace) {
   return workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
 }
 
-// The kernels read weight and bias in one dtype; where the two differ, the narrower is made float32.
+// The kernels read weight and bias in one dtype; where the two differ, the narrower is made
+// float32.
 void unify_parameters(ForwardCall& call) {
   ForwardArgs& args = call.args;
   if (args.weight == nullptr || args.bias == nullptr || args.weight_dtype == args.bias_dtype) {
@@ -74,8 +75,8 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
                                   const OptionalTensor& bias, double /*eps*/,
                                   std::array<bool, 3> output_mask) {
   const c10::cuda::CUDAGuard guard(input.device());
-  BackwardCall call = prepare_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias,
-                                       output_mask);
+  BackwardCall call =
+      prepare_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask);
   const BackwardArgs& args = call.args;
   if (args.rows == 0) {
     auto& [dx, dw, db] = call.results;

@@ -9,7 +9,7 @@
 namespace fastnorm::ops {
 
 struct CudaBuild {
-  std::string version;  // such as "13.0"; empty when built without CUDA
+  std::string version;                     // such as "13.0"; empty when built without CUDA
   std::vector<std::string> architectures;  // such as "sm_90"
 };
 

@@ -104,8 +104,8 @@ ForwardCall prepare_forward(const at::Tensor& input, c10::SymIntArrayRef normali
   call.bias = contiguous_or_undefined(bias);
   const auto statistics = input.options().dtype(statistics_dtype(input.scalar_type()));
   const c10::SymDimVector shape = statistics_shape(input, normalized_shape.size());
-  call.results = {empty_like_contiguous(input, output_dtype),
-                  at::empty_symint(shape, statistics), at::empty_symint(shape, statistics)};
+  call.results = {empty_like_contiguous(input, output_dtype), at::empty_symint(shape, statistics),
+                  at::empty_symint(shape, statistics)};
   auto& [output, mean, rstd] = call.results;
 
   args.rows = rows;

@@ -98,8 +98,7 @@ struct BackwardTile {
       Pack<X, kColumns> out;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        out.values[i] =
-            store_as<X>(rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2));
+        out.values[i] = store_as<X>(rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2));
       }
       store_pack<kVectorized>(dx + share.column(k), out, share.count(k));
     }
@@ -235,8 +234,8 @@ __global__ void __launch_bounds__(kSegmentThreads)
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
   tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
   tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
-  const Sums<A> sums = reduce_array(p.segment_sums + segment.row * p.segments,
-                                    static_cast<int>(p.segments));
+  const Sums<A> sums =
+      reduce_array(p.segment_sums + segment.row * p.segments, static_cast<int>(p.segments));
   tile.store_dx(p.dx + segment.row * p.cols + segment.begin, segment.share, p.mean[segment.row],
                 p.rstd[segment.row], sums, static_cast<A>(p.cols));
 }

@@ -3,6 +3,7 @@
 
 namespace fastnorm::cuda {
 
-template cudaError_t backward_of<Half>(const BackwardArgs&, const BackwardPlan&, void*, cudaStream_t);
+template cudaError_t backward_of<Half>(const BackwardArgs&, const BackwardPlan&, void*,
+                                       cudaStream_t);
 
 }  // namespace fastnorm::cuda

@@ -30,37 +30,45 @@ struct ForwardParameters {
   int cluster_size;
 };
 
-// Mean and sum of squared differences of a thread's own columns, in two passes over registers.
+// Mean and sum of squared differences of a thread's own columns, in two passes over registers. The
+// second pass adds up the differences too, which corrects the rounding of the first one's mean: a
+// constant row has exactly its value as mean and exactly no variance.
 template <class A, class X, int kChunks, bool kVectorized>
 __device__ __forceinline__ Moments<A> tile_moments(const Tile<X, kChunks, kChunkColumns<X>>& tile,
                                                    const Share<X, kVectorized>& share) {
   constexpr int kColumns = kChunkColumns<X>;
-  Moments<A> moments;
   int count = 0;
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) count += share.count(k);
+  if (count == 0) return {};
+  const A inverse = A(1) / static_cast<A>(count);
+  A mean = 0;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     A sum = 0;  // columns that do not exist are zero
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) sum += tile.template get<A>(k, i);
-    moments.mean += sum;
-    count += share.count(k);
+    mean = fma(sum, inverse, mean);  // divided first: the sum of all columns might overflow
   }
-  moments.count = static_cast<A>(count);
-  moments.mean = count > 0 ? moments.mean / moments.count : A(0);
+  A m1 = 0, m2 = 0;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const int existing = share.count(k);
-    A m2 = 0;
+    A sum = 0, squares = 0;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      A delta = tile.template get<A>(k, i) - moments.mean;
+      A delta = tile.template get<A>(k, i) - mean;
       // A column that does not exist must not count: zero differs from the mean.
       if constexpr (!kVectorized) delta = i < existing ? delta : A(0);
-      m2 = fma(delta, delta, m2);
+      sum += delta;
+      squares = fma(delta, delta, squares);
     }
-    moments.m2 += existing > 0 ? m2 : A(0);
+    m1 += existing > 0 ? sum : A(0);
+    m2 += existing > 0 ? squares : A(0);
   }
-  return moments;
+  const A correction = m1 * inverse;
+  const A remaining = fma(-m1, correction, m2);
+  return {mean + correction, remaining < 0 ? A(0) : remaining, static_cast<A>(count)};
 }
 
 template <class A>
@@ -115,10 +123,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   const Moments<A> moments = reducer.reduce(tile_moments<A>(x, share));
   if (!active) return;
   const A rstd = rstd_of(moments, p.eps);
-  apply_tile<A>(x, share, moments.mean, rstd,
-                p.weight == nullptr ? nullptr : p.weight + piece.begin,
-                p.bias == nullptr ? nullptr : p.bias + piece.begin,
-                p.y + row * p.cols + piece.begin);
+  apply_tile<A>(
+      x, share, moments.mean, rstd, p.weight == nullptr ? nullptr : p.weight + piece.begin,
+      p.bias == nullptr ? nullptr : p.bias + piece.begin, p.y + row * p.cols + piece.begin);
   if (threadIdx.x == 0 && piece.begin == 0) {
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;
@@ -146,8 +153,8 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const Segment<X, kForwardChunks, kVectorized> segment(p.cols, p.segments);
   Tile<X, kForwardChunks, kChunkColumns<X>> x;
   x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
-  const Moments<A> moments = reduce_array(p.segment_moments + segment.row * p.segments,
-                                          static_cast<int>(p.segments));
+  const Moments<A> moments =
+      reduce_array(p.segment_moments + segment.row * p.segments, static_cast<int>(p.segments));
   const A rstd = rstd_of(moments, p.eps);
   apply_tile<A>(x, segment.share, moments.mean, rstd,
                 p.weight == nullptr ? nullptr : p.weight + segment.begin,

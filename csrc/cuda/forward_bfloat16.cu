@@ -3,6 +3,7 @@
 
 namespace fastnorm::cuda {
 
-template cudaError_t forward_of<BFloat16>(const ForwardArgs&, const ForwardPlan&, void*, cudaStream_t);
+template cudaError_t forward_of<BFloat16>(const ForwardArgs&, const ForwardPlan&, void*,
+                                          cudaStream_t);
 
 }  // namespace fastnorm::cuda

@@ -1,11 +1,10 @@
 // The entry points of the CUDA kernels: device properties, alignment, and the dtype of x.
-#include "layer_norm_cuda.h"
-
 #include <array>
 #include <atomic>
 
 #include "backward.cuh"
 #include "forward.cuh"
+#include "layer_norm_cuda.h"
 
 namespace fastnorm::cuda {
 namespace {

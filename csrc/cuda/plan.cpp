@@ -140,8 +140,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     plan.chunks_per_thread = static_cast<int>(next_power_of_two(ceil_div(chunks, kWarp)));
   }
   shape_block(plan, chunks, kForwardBlock, request);
-  plan.blocks =
-      ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
+  plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
   if (plan.kernel == Kernel::kSplit) {
     // mean, sum of squares and count of each segment
     plan.workspace_bytes =
@@ -162,12 +161,13 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   plan.dx = problem.dx;
   shape_block(plan, chunks, kBackwardBlock, request);
 
-  // Groups of blocks that work on the same rows together: a block, a cluster, the segments of a row.
+  // Groups of blocks that work on the same rows together: a block, a cluster, the segments of a
+  // row.
   const int64_t groups = ceil_div(problem.rows, plan.rows_per_block);
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
-  const int64_t resident_groups = std::max<int64_t>(
-      1, int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads) /
-             plan.cluster_size);
+  const int64_t resident_groups =
+      std::max<int64_t>(1, int64_t{device.sm_count} *
+                               std::max(1, kMaxThreadsPerRow / block_threads) / plan.cluster_size);
 
   if (problem.weight_grads) {
     const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit;

@@ -78,7 +78,8 @@ __device__ __forceinline__ Value reduce_array(const Value* values, int count) {
   return value.broadcast(kWarpSize);
 }
 
-// ---- clusters ------------------------------------------------------------------------------------
+// ---- clusters
+// ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
@@ -133,7 +134,8 @@ __device__ __forceinline__ void store_remote(Sums<A>* target, const Sums<A>& val
   store_remote(&target->wdy, value.wdy, rank);
 }
 
-// ---- rows ----------------------------------------------------------------------------------------
+// ---- rows
+// ----------------------------------------------------------------------------------------
 
 // Reduces one Value per thread over the threads of a row, row after row, behind one barrier each.
 // The block is threads_per_row x rows_per_block; with kCluster all blocks of the cluster share the
@@ -143,8 +145,7 @@ template <class Value, bool kCluster>
 class RowReducer {
  public:
   // One slot for each warp of a row, of the whole cluster.
-  static constexpr int kMaxWarps =
-      kMaxThreadsPerRow / kWarpSize * (kCluster ? kMaxClusterSize : 1);
+  static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize * (kCluster ? kMaxClusterSize : 1);
 
   struct Storage {
     Value slots[2][kMaxWarps];

@@ -22,15 +22,15 @@ def layer_norm(
     Statistics and arithmetic are float32 for 16- and 32-bit inputs, float64 for float64.
 
     Args:
-        input: shape ``(*, *normalized_shape)``; float32, float16, bfloat16 or float64. Rows that are
-            dense but spaced apart (slices, expanded tensors) are read in place.
+        input: shape ``(*, *normalized_shape)``; float32, float16, bfloat16 or float64. Rows
+            that are dense but spaced apart (slices, expanded tensors) are read in place.
         normalized_shape: the trailing dimensions, at least one.
         weight: shape ``normalized_shape``, in the input's dtype or float32; ``None`` for ones.
         bias: shape ``normalized_shape``, in the input's dtype or float32; ``None`` for zeros.
         eps: added to the variance.
         out_dtype: the result's dtype, written by the kernel without a pass of its own: float32,
-            float16 or bfloat16 for 16- and 32-bit inputs. ``None`` means the input's dtype or, under
-            CUDA autocast, float32.
+            float16 or bfloat16 for 16- and 32-bit inputs. ``None`` means the input's dtype or,
+            under CUDA autocast, float32.
 
     Returns:
         A contiguous tensor of the input's shape.

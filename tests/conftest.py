@@ -1,0 +1,61 @@
+"""Devices that the tests run on, and the options and markers they know."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastnorm
+import fastnorm._C
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+GIB = 1 << 30
+
+
+def why_no_cuda() -> str | None:
+    """The reason why nothing can run on a GPU here, or None."""
+    if fastnorm._C.build_info()["cuda"] is None:
+        return "fastnorm was built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: runs on a CUDA device")
+    config.addinivalue_line("markers", "large: needs a GPU with more than 100 GB of memory")
+    config.addinivalue_line(
+        "markers", "sanitizer: small and quick CUDA shapes, for compute-sanitizer (-m sanitizer)"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize(
+            "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)], scope="session"
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_no_cuda()
+    memory = 0 if reason else torch.cuda.get_device_properties(0).total_memory
+    for item in items:
+        if reason and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif item.get_closest_marker("large") and memory < 100 * GIB:
+            item.add_marker(pytest.mark.skip(reason=reason or "needs more than 100 GB of memory"))
+
+
+@pytest.fixture(autouse=True)
+def _leave_torch_as_it_was() -> Iterator[None]:
+    """Each test starts from the same seed and leaves the number of threads as it found it."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -1,0 +1,142 @@
+"""Forward against float64 over widths, row counts and dtypes; and the comparison itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import (
+    DTYPES,
+    assert_no_worse_than_aten,
+    aten_forward,
+    check_forward,
+    forward_reference,
+    name_of,
+    ops,
+    random,
+)
+from torch import Tensor
+
+# Around every power of two and every change of kernel, and the widths that models have.
+WIDTHS = (
+    *(1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 760, 768, 769),
+    *(1023, 1024, 1025, 1128, 1500, 2048, 3000, 4096, 4097, 8192, 8193, 12288, 16383, 16384, 16385),
+    *(32768, 32769, 65536, 65537, 131072, 262144),
+)
+
+
+def rows_for(cols: int) -> int:
+    """A number of rows that is no multiple of any tile's, small for wide rows."""
+    return 131 if cols <= 512 else 37 if cols <= 2048 else 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_widths(device: str, cols: int, dtype: torch.dtype) -> None:
+    x = random((rows_for(cols), cols), dtype, device, shift=0.5)
+    weight = random((cols,), dtype, device, seed=1)
+    bias = random((cols,), dtype, device, seed=2)
+    check_forward(x, [cols], weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [300_000, 5_000_000])
+def test_very_wide_rows(device: str, cols: int, dtype: torch.dtype) -> None:
+    x = random((3 if cols < 1_000_000 else 2, cols), dtype, device, shift=0.5)
+    weight = random((cols,), dtype, device, seed=1)
+    check_forward(x, [cols], weight, None)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 65_535, 65_536, 65_537, 131_073])
+@pytest.mark.parametrize("cols", [1, 5, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+def test_row_counts(device: str, rows: int, cols: int, dtype: torch.dtype) -> None:
+    x = random((rows, cols), dtype, device)
+    weight = random((cols,), dtype, device, seed=1)
+    bias = random((cols,), dtype, device, seed=2)
+    check_forward(x, [cols], weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [3, 64, 1000, 5000])
+def test_large_mean(device: str, cols: int, dtype: torch.dtype) -> None:
+    """1e6 +- 1 (1e4 where the dtype ends before): E[x^2] - E[x]^2 would leave nothing."""
+    shift = 1e4 if dtype == torch.float16 else 1e6
+    x = random((17, cols), dtype, device, scale=shift * 1e-6, shift=shift)
+    check_forward(x, [cols])
+
+
+@pytest.mark.parametrize("magnitude", [1e15, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [64, 1000])
+def test_extreme_magnitudes(device: str, cols: int, dtype: torch.dtype, magnitude: float) -> None:
+    x = random((9, cols), dtype, device, scale=magnitude)
+    outputs = check_forward(x, [cols], random((cols,), dtype, device, seed=1))
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@pytest.mark.parametrize("cols", [64, 1000, 70_000])
+def test_a_variance_beyond_float32_leaves_no_nan(device: str, cols: int) -> None:
+    x = random((9, cols), torch.float32, device, scale=1e30)
+    bias = random((cols,), torch.float32, device, seed=1)
+    output, mean, rstd = ops.layer_norm_forward(x, [cols], None, bias, 1e-5, None)
+    assert mean.isfinite().all()
+    assert (rstd == 0).all()
+    assert output.equal(bias.expand_as(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [1, 4, 96, 1024, 20_000])
+def test_constant_rows(device: str, cols: int, dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.0], [3.0], [-0.5]], dtype=dtype, device=device).repeat(1, cols)
+    check_forward(x, [cols], None, random((cols,), dtype, device))
+
+
+def _off_by_one_element(y: Tensor) -> Tensor:
+    return y.roll(1, -1)
+
+
+def _wrong_in_the_last_element(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[-1, -1] += 1e-3 if y.dtype in (torch.float32, torch.float64) else 0.25
+    return y
+
+
+def _statistics_in_half(y: Tensor) -> Tensor:
+    return y * (1 + 2**-7)
+
+
+def _a_missing_row(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[7] = 0
+    return y
+
+
+def _one_nan(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[3, 5] = float("nan")
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _off_by_one_element,
+        _wrong_in_the_last_element,
+        _statistics_in_half,
+        _a_missing_row,
+        _one_nan,
+        Tensor.double,
+        Tensor.t,
+    ],
+)
+def test_the_comparison_sees_wrong_results(dtype: torch.dtype, spoil: object) -> None:
+    x, weight = random((33, 96), dtype, "cpu"), random((96,), dtype, "cpu", seed=1)
+    y = ops.layer_norm_forward(x, [96], weight, None, 1e-5, None)[0]
+    spoiled = spoil(y) if spoil is not Tensor.double or dtype != torch.float64 else y.float()
+    aten = aten_forward(x, [96], weight, None, 1e-5)[0]
+    reference = forward_reference(x, [96], weight, None, 1e-5)[0]
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    assert_no_worse_than_aten("y", y, aten, reference, dtype, arithmetic)
+    with pytest.raises(AssertionError):
+        assert_no_worse_than_aten("y", spoiled, aten, reference, dtype, arithmetic)

@@ -1,0 +1,208 @@
+"""fastnorm.functional.layer_norm: signature, subclasses, meta and fake tensors, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import DTYPES, SMALL_DTYPES, name_of, ops, random
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastnorm
+from fastnorm.functional import layer_norm
+
+
+def test_signature_is_pytorchs_plus_out_dtype() -> None:
+    ours = list(inspect.signature(layer_norm).parameters.values())
+    theirs = list(inspect.signature(F.layer_norm).parameters.values())
+    assert [(p.name, p.default, p.kind) for p in ours[:-1]] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+    # Not keyword-only: TorchScript compiles no function that has such a parameter.
+    assert (ours[-1].name, ours[-1].default) == ("out_dtype", None)
+
+
+def test_every_parameter_and_the_result_are_annotated() -> None:
+    signature = inspect.signature(layer_norm)
+    assert signature.return_annotation is not inspect.Signature.empty
+    for parameter in signature.parameters.values():
+        assert parameter.annotation is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_calls_by_position_and_by_keyword(device: str, dtype: torch.dtype) -> None:
+    x, w = random((5, 6), dtype, device), random((6,), dtype, device, seed=1)
+    expected = ops.layer_norm(x, [6], w, w, 1e-3)
+    assert layer_norm(x, [6], w, w, 1e-3).equal(expected)
+    assert layer_norm(x, (6,), w, w, 1e-3).equal(expected)
+    assert layer_norm(x, x.shape[1:], w, w, 1e-3).equal(expected)
+    assert layer_norm(
+        input=x, normalized_shape=[6], weight=w, bias=w, eps=1e-3, out_dtype=None
+    ).equal(expected)
+    assert layer_norm(x, [6]).equal(ops.layer_norm(x, [6], None, None, 1e-5))
+
+
+class _Logged(Tensor):
+    """A subclass that keeps itself and counts what it sees."""
+
+    seen: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["input", "weight", "bias"])
+def test_torch_function_subclasses(which: int) -> None:
+    """A subclass in any place sees the call and comes back."""
+    tensors = [random((5, 6), torch.float32, "cpu"), torch.ones(6), torch.zeros(6)]
+    expected = layer_norm(tensors[0], [6], *tensors[1:])
+    tensors[which] = tensors[which].as_subclass(_Logged)
+    _Logged.seen.clear()
+    y = layer_norm(tensors[0], [6], *tensors[1:])
+    assert type(y) is _Logged
+    assert _Logged.seen
+    assert y.as_subclass(Tensor).equal(expected)
+
+
+def test_parameters_and_buffers_work(device: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(6, device=device))
+    assert type(layer_norm(random((5, 6), torch.float32, device), [6], weight)) is Tensor
+
+
+def _results(
+    shape: tuple[int, ...],
+    normalized_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    device: str,
+    transposed: bool,
+) -> list[Tensor | None]:
+    x = torch.ones(shape, dtype=dtype, device=device)
+    grad_out = torch.ones(shape, dtype=out_dtype or dtype, device=device)
+    if transposed:
+        x, grad_out = x.transpose(0, -1).contiguous().transpose(0, -1), grad_out.expand(shape)
+    weight = torch.ones(normalized_shape, dtype=dtype, device=device)
+    outputs = ops.layer_norm_forward(x, normalized_shape, weight, None, 1e-5, out_dtype)
+    gradients = ops.layer_norm_backward(
+        grad_out, x, normalized_shape, *outputs[1:], weight, weight, 1e-5, [True, True, True]
+    )
+    some = ops.layer_norm_backward(
+        grad_out, x, normalized_shape, *outputs[1:], weight, None, 1e-5, [False, True, True]
+    )
+    return [*outputs, *gradients, *some]
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("out_dtype", [None, *SMALL_DTYPES], ids=name_of)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    ("shape", "normalized_shape"),
+    [((4, 6), (6,)), ((2, 3, 4), (3, 4)), ((0, 5), (5,)), ((3, 0), (0,)), ((5,), (5,))],
+    ids=name_of,
+)
+def test_meta_and_fake_tensors_are_as_real_ones(
+    device: str,
+    shape: tuple[int, ...],
+    normalized_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    transposed: bool,
+    mode: str,
+) -> None:
+    if dtype == torch.float64 and out_dtype is not None:
+        pytest.skip("float64 has no other out_dtype")
+    real = _results(shape, normalized_shape, dtype, out_dtype, device, transposed)
+    if mode == "meta":
+        shadow = _results(shape, normalized_shape, dtype, out_dtype, "meta", transposed)
+    else:
+        with FakeTensorMode():
+            shadow = _results(shape, normalized_shape, dtype, out_dtype, device, transposed)
+    for a, b in zip(real, shadow):
+        if a is None:
+            assert b is None
+            continue
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        assert a.storage_offset() == b.storage_offset()
+        assert b.device.type == ("meta" if mode == "meta" else device)
+
+
+def test_meta_checks_what_the_kernels_check() -> None:
+    x = torch.ones(2, 3, device="meta")
+    with pytest.raises(RuntimeError, match="weight"):
+        ops.layer_norm(x, [3], torch.ones(3, device="meta", dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="out_dtype"):
+        ops.layer_norm(x, [3], out_dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_over_rows(device: str) -> None:
+    x, w = random((3, 4, 6), torch.float32, device), random((6,), torch.float32, device, seed=1)
+    got = torch.func.vmap(lambda x: layer_norm(x, (6,), w))(x)
+    torch.testing.assert_close(got, layer_norm(x, (6,), w))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_compile(device: str, affine: bool, out_dtype: torch.dtype | None, dynamic: bool) -> None:
+    """One graph, forward and backward, equal to eager bit by bit."""
+    torch._dynamo.reset()
+    norm = fastnorm.LayerNorm(24, elementwise_affine=affine, device=device, out_dtype=out_dtype)
+    compiled = torch.compile(
+        copy.deepcopy(norm), backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    for rows in (5, 9):
+        results = []
+        for module in (norm, compiled):
+            x = random((rows, 24), torch.float32, device).requires_grad_()
+            y = module(x)
+            grad_out = random((rows, 24), y.dtype, device, seed=3)
+            results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], grad_out)])
+        for eager, graph in zip(*results):
+            assert eager.dtype == graph.dtype
+            assert eager.stride() == graph.stride()
+            assert eager.equal(graph)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript ends with Python 3.13")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_the_function_scripts(device: str) -> None:
+    scripted = torch.jit.script(layer_norm)
+    x, w = random((5, 6), torch.float32, device), random((6,), torch.float32, device, seed=1)
+    assert scripted(x, [6], w).equal(layer_norm(x, [6], w))
+    assert scripted(x, [6], w, w, 1e-3, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_compiled_graph_holds_the_operator() -> None:
+    """Not its pieces: the compiled program calls fastnorm once."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(layer_norm, backend=backend, fullgraph=True)(torch.ones(2, 3), [3])
+    calls = [n for g in graphs for n in g.graph.nodes if n.op == "call_function"]
+    assert ["fastnorm" in str(call.target) for call in calls] == [True]
+
+
+def test_export_keeps_the_operator() -> None:
+    norm = fastnorm.LayerNorm(6).eval()
+    x = random((5, 6), torch.float32, "cpu")
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(norm, (x,), dynamic_shapes={"input": {0: batch}})
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["fastnorm.layer_norm.default"]
+    other = random((8, 6), torch.float32, "cpu", seed=1)
+    assert program.module()(other).equal(norm(other))
+    assert "fastnorm.layer_norm_forward.default" in str(program.run_decompositions().graph)

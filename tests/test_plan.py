@@ -1,0 +1,281 @@
+"""The CUDA plan, a pure function: runs without a GPU, in builds without CUDA too."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from fastnorm import _C
+
+CHUNK_BYTES = 16
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+DIRECTIONS = ["forward", "backward"]
+# The fields that fix the order of summation of y and dx.
+SUMMATION = ("kernel", "chunks_per_thread", "threads_per_row", "cluster_size", "segments")
+COLS = sorted(
+    {
+        width + off
+        for width in (1 << power for power in range(23))
+        for off in (-1, 0, 1)
+        if width + off > 0
+    }
+    | {3, 5, 100, 760, 768, 1128, 1500, 3000, 12_288, 24_576, 50_257, 300_000, 5_000_000}
+)
+ROWS = (1, 2, 3, 7, 127, 128, 129, 255, 256, 257, 4096, 65_535, 65_536, 65_537, 8_388_673)
+GPUS = [(132, 90), (108, 80), (40, 75), (148, 100), (188, 120), (1, 90)]
+MOST_BLOCKS = 2**31 - 1
+MOST_ELEMENTS = 2**38  # more than any device's memory
+
+
+def chunk_columns(dtype: str) -> int:
+    return CHUNK_BYTES // SIZES[dtype]
+
+
+def capacity(plan: dict[str, Any], dtype: str) -> int:
+    """Columns of a row that the planned threads hold."""
+    return (
+        plan["threads_per_row"] * plan["chunks_per_thread"] * plan["cluster_size"]
+        * plan["segments"] * chunk_columns(dtype)
+    )  # fmt: skip
+
+
+def all_plans(direction: str, dtype: str, gpu: tuple[int, int]) -> Any:
+    sm_count, capability = gpu
+    for rows, cols in itertools.product(ROWS, COLS):
+        if rows * cols > MOST_ELEMENTS:
+            continue
+        plan = _C.plan(
+            direction, rows, cols, dtype, sm_count=sm_count, compute_capability=capability
+        )
+        yield rows, cols, plan
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_order_of_summation_depends_on_width_dtype_and_device_alone(
+    direction: str, dtype: str
+) -> None:
+    for cols, (sm_count, capability) in itertools.product(COLS, GPUS[:3]):
+        orders = set()
+        for rows, aligned, dw_db in itertools.product((*ROWS, 2**33), (True, False), (True, False)):
+            plan = _C.plan(
+                direction, rows, cols, dtype, aligned=aligned, dw_db=dw_db, sm_count=sm_count,
+                compute_capability=capability,
+            )  # fmt: skip
+            orders.add(tuple(plan[field] for field in SUMMATION))
+        assert len(orders) == 1, f"{cols} columns: {orders}"
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_column_and_row_has_its_thread(
+    direction: str, dtype: str, gpu: tuple[int, int]
+) -> None:
+    for rows, cols, plan in all_plans(direction, dtype, gpu):
+        where = f"{rows} x {cols}: {plan}"
+        assert capacity(plan, dtype) >= cols, where
+        teams = plan["blocks"] // (plan["cluster_size"] * plan["segments"])
+        assert plan["blocks"] == teams * plan["cluster_size"] * plan["segments"], where
+        groups = -(-rows // plan["rows_per_block"])
+        if direction == "forward" or plan["kernel"] == "split":
+            assert teams == groups, where
+        else:
+            assert 1 <= teams <= groups, f"persistent blocks, each with a row at least: {where}"
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
+    """Less than one more warp, or, within a warp, less than twice the lanes."""
+    for _, cols, plan in all_plans(direction, dtype, (132, 90)):
+        if plan["kernel"] == "rows":
+            chunks = -(-cols // chunk_columns(dtype))
+            needed = -(-chunks // plan["chunks_per_thread"])
+            threads = plan["threads_per_row"]
+            assert threads < 2 * needed if threads <= 32 else threads < needed + 32
+        if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
+            half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
+            assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"
+        if plan["kernel"] == "split":
+            held = plan["threads_per_row"] * plan["chunks_per_thread"] * chunk_columns(dtype)
+            assert (plan["segments"] - 1) * held < cols
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]) -> None:
+    for rows, cols, plan in all_plans(direction, dtype, gpu):
+        where = f"{rows} x {cols}: {plan}"
+        threads = plan["threads_per_row"]
+        assert threads in (1, 2, 4, 8, 16) or threads % 32 == 0, where
+        assert 1 <= threads * plan["rows_per_block"] <= 512, where
+        assert plan["chunks_per_thread"] in (1, 2, 4, 8), where
+        assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
+        assert plan["cluster_size"] in (1, 2, 4, 8), where
+        assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
+        assert plan["kernel"] != "cluster" or gpu[1] >= 90, where
+        assert plan["kernel"] != "cluster" or threads % 32 == 0, where
+        assert plan["kernel"] != "cluster" or plan["rows_per_block"] == 1, where
+        assert (plan["segments"] > 1) <= (plan["kernel"] == "split"), where
+        assert plan["workspace_bytes"] >= 0, where
+
+
+@pytest.mark.parametrize(
+    ("direction", "dtype", "block"),
+    [
+        ("forward", "bfloat16", 32_768),
+        ("forward", "float16", 32_768),
+        ("forward", "float32", 16_384),
+        ("forward", "float64", 8_192),
+        ("backward", "bfloat16", 8_192),
+        ("backward", "float16", 8_192),
+        ("backward", "float32", 8_192),
+        ("backward", "float64", 4_096),
+    ],
+)
+def test_widths_where_the_kernel_changes(direction: str, dtype: str, block: int) -> None:
+    """A row that fits a block stays in it; up to eight times that, in a cluster; then it is cut."""
+
+    def kernel(cols: int, capability: int) -> str:
+        return _C.plan(direction, 1000, cols, dtype, compute_capability=capability)["kernel"]
+
+    for capability in (90, 100, 120):
+        assert kernel(1, capability) == "rows"
+        assert kernel(block, capability) == "rows"
+        assert kernel(block + 1, capability) == "cluster"
+        assert kernel(8 * block, capability) == "cluster"
+        assert kernel(8 * block + 1, capability) == "split"
+        assert kernel(5_000_000, capability) == "split"
+    for capability in (75, 80, 86, 89):
+        assert kernel(block, capability) == "rows"
+        assert kernel(block + 1, capability) == "split"
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_vectorized_only_where_every_chunk_is_whole(direction: str, dtype: str) -> None:
+    for cols in COLS:
+        whole = cols % chunk_columns(dtype) == 0
+        assert _C.plan(direction, 100, cols, dtype, aligned=True)["vectorized"] == whole
+        assert not _C.plan(direction, 100, cols, dtype, aligned=False)["vectorized"]
+
+
+@pytest.mark.parametrize("kernel", ["rows", "cluster", "split"])
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: str) -> None:
+    for cols, capability in itertools.product(COLS, (80, 90)):
+        chosen = _C.plan(direction, 77, cols, dtype, compute_capability=capability)
+        forced = _C.plan(direction, 77, cols, dtype, compute_capability=capability, kernel=kernel)
+        assert capacity(forced, dtype) >= cols
+        if kernel == "split" or (kernel == "cluster" and chosen["kernel"] != "split"
+                                 and capability >= 90):  # fmt: skip
+            assert forced["kernel"] == kernel
+        elif kernel == "rows" and chosen["kernel"] == "rows":
+            assert forced == chosen
+        elif kernel == "rows" or capability < 90:
+            assert forced["kernel"] == chosen["kernel"], "passed over where it cannot run"
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_forced_cluster_size(direction: str, size: int) -> None:
+    plan = _C.plan(direction, 10, 1000, "float32", kernel="cluster", cluster_size=size)
+    assert (plan["kernel"], plan["cluster_size"]) == ("cluster", size)
+    assert capacity(plan, "float32") >= 1000
+    widest = _C.plan(direction, 10, 8 * 8192, "float32", kernel="cluster", cluster_size=size)
+    assert capacity(widest, "float32") >= 8 * 8192, "never smaller than the row needs"
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_forward_workspace(dtype: str) -> None:
+    """Count, mean and squares of each segment; nothing where a row is held whole."""
+    item = max(4, SIZES[dtype])
+    for rows, cols, plan in all_plans("forward", dtype, (132, 90)):
+        segments = plan["segments"] if plan["kernel"] == "split" else 0
+        assert plan["workspace_bytes"] >= 3 * item * rows * segments
+        assert segments or plan["workspace_bytes"] == 0, f"{rows} x {cols}"
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("weight_grads", [None, "fused", "columns"])
+def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, int]) -> None:
+    """Every partial sum has its place in the workspace, every column its tile."""
+    item = max(4, SIZES[dtype])
+    sm_count, capability = gpu
+    for rows, cols in itertools.product(ROWS, COLS):
+        plan = _C.plan(
+            "backward", rows, cols, dtype, sm_count=sm_count, compute_capability=capability,
+            weight_grads=weight_grads,
+        )  # fmt: skip
+        where = f"{rows} x {cols}: {plan}"
+        assert plan["weight_grads"] in ("fused", "columns"), where
+        assert plan["partials"] >= 1, where
+        split = plan["segments"] * rows if plan["kernel"] == "split" else 0
+        assert plan["workspace_bytes"] >= 2 * item * (plan["partials"] * cols + split), where
+        if plan["weight_grads"] == "fused":
+            assert plan["kernel"] != "split", where
+            assert plan["partials"] * plan["cluster_size"] == plan["blocks"], where
+        else:
+            assert weight_grads != "fused" or plan["kernel"] == "split", where
+            threads = plan["column_threads"]
+            assert threads in (1, 2, 4, 8, 16, 32), where
+            assert threads * plan["column_rows"] <= 1024, where
+            assert plan["column_tiles"] * threads * chunk_columns(dtype) >= cols, where
+            assert plan["partials"] <= rows, where
+            assert plan["column_tiles"] * plan["partials"] <= MOST_BLOCKS, where
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
+    for rows, cols in itertools.product(ROWS, COLS):
+        without = _C.plan("backward", rows, cols, dtype, dw_db=False)
+        assert (without["weight_grads"], without["partials"]) == ("none", 0)
+        assert without["kernel"] == "split" or without["workspace_bytes"] == 0
+        alone = _C.plan("backward", rows, cols, dtype, dx=False)
+        assert (alone["dx"], alone["weight_grads"], alone["blocks"]) == (False, "columns", 0)
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("cols", [64, 1024, 4096])
+def test_many_rows_read_x_once_and_few_do_not_wait_for_partials(dtype: str, cols: int) -> None:
+    assert _C.plan("backward", 1_000_000, cols, dtype)["weight_grads"] == "fused"
+    assert _C.plan("backward", 8, cols, dtype)["weight_grads"] == "columns"
+
+
+def test_the_partial_sums_of_many_rows_stay_few() -> None:
+    """Bounded by the device, not by the number of rows."""
+    for dtype, cols in itertools.product(SIZES, COLS):
+        few = _C.plan("backward", 1_000_000, cols, dtype)["partials"]
+        assert _C.plan("backward", 100_000_000, cols, dtype)["partials"] <= max(few, 132 * 64)
+
+
+def test_the_plan_is_a_pure_function() -> None:
+    first = [
+        plan for direction in DIRECTIONS for *_, plan in all_plans(direction, "bfloat16", (132, 90))
+    ]
+    again = [
+        plan for direction in DIRECTIONS for *_, plan in all_plans(direction, "bfloat16", (132, 90))
+    ]
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (("sideways", 1, 1, "float32"), {}, ["direction", "sideways", "forward", "backward"]),
+        (("forward", 1, 1, "int8"), {}, ["dtype", "int8", "float32", "bfloat16"]),
+        (("forward", 1, 1, "float32"), {"kernel": "magic"}, ["kernel", "magic", "rows", "split"]),
+        (("backward", 1, 1, "float32"), {"weight_grads": "magic"}, ["weight_grads", "fused"]),
+    ],
+)
+def test_wrong_arguments(args: tuple, kwargs: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        _C.plan(*args, **kwargs)
+    for word in words:
+        assert word in str(raised.value)
