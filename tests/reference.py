@@ -72,6 +72,11 @@ def _largest(value: Tensor) -> float:
     return value.abs().nan_to_num(0.0, 0.0).max().item() if value.numel() else 0.0
 
 
+def _conditioning(variance: Tensor, eps: float) -> float:
+    """By how much a rounding of the variance grows in rstd; more than one for negative eps alone."""
+    return max(1.0, _largest(variance / (variance + eps)))
+
+
 def _as_rows(input: Tensor, normalized_shape: Sequence[int]) -> Tensor:
     leading = input.shape[: input.dim() - len(normalized_shape)]
     return input.reshape(math.prod(leading), math.prod(normalized_shape))
@@ -89,10 +94,11 @@ def forward_reference(
     x = input.double()
     mean = x.mean(dims, keepdim=True)
     centered = x - mean
-    rstd = centered.square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+    variance = centered.square().mean(dims, keepdim=True)
+    rstd = (variance + eps).rsqrt_()
     y = centered.mul_(rstd)
     # The mean is rounded to the arithmetic's precision before it is subtracted.
-    shift = 1.0 + _largest(mean * rstd)
+    shift = (1.0 + _largest(mean * rstd)) * _conditioning(variance, eps)
     term = _largest(y) + shift
     if weight is not None:
         y *= weight
@@ -115,9 +121,10 @@ def backward_reference(
     dy = _as_rows(grad_out, normalized_shape).double()
     mean = x.mean(1, keepdim=True)
     xhat = x - mean
-    rstd = xhat.square().mean(1, keepdim=True).add_(eps).rsqrt_()
+    variance = xhat.square().mean(1, keepdim=True)
+    rstd = (variance + eps).rsqrt_()
     xhat *= rstd
-    shift = 1.0 + _largest(mean * rstd)
+    shift = (1.0 + _largest(mean * rstd)) * _conditioning(variance, eps)
     w_dy = dy if weight is None else dy * weight.double().reshape(-1)
     mean_1 = w_dy.mean(1, keepdim=True)
     mean_2 = (w_dy * xhat).mean(1, keepdim=True)

@@ -96,10 +96,11 @@ struct BackwardTile {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       Pack<X, kColumns> out;
+      const auto value = [&](int i) {
+        return rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2);
+      };
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        out.values[i] = store_as<X>(rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2));
-      }
+      for (int i = 0; i < kColumns; i += 2) out.set_pair(i, value(i), value(i + 1));
       store_pack<kVectorized>(dx + share.column(k), out, share.count(k));
     }
   }
@@ -141,7 +142,7 @@ __device__ __forceinline__ void store_partials(
     for (int k = 0; k < kChunks; ++k) {
       Pack<A, kColumns> pack;
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) pack.values[i] = values[k][i];
+      for (int i = 0; i < kColumns; i += 2) pack.set_pair(i, values[k][i], values[k][i + 1]);
       store_pack<kVectorized>(partials + share.column(k), pack, share.count(k));
     }
     return;

@@ -92,11 +92,12 @@ __device__ __forceinline__ void apply_tile(const Tile<X, kChunks, kChunkColumns<
     load_pack<kVectorized>(w, weight + column, weight == nullptr ? 0 : count);
     load_pack<kVectorized>(b, bias + column, bias == nullptr ? 0 : count);
     Pack<Y, kColumns> out;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
+    const auto value = [&](int i) {
       const A xhat = (tile.template get<A>(k, i) - mean) * rstd;
-      out.values[i] = store_as<Y>(fma(xhat, load_as<A>(w.values[i]), load_as<A>(b.values[i])));
-    }
+      return fma(xhat, w.template get<A>(i), b.template get<A>(i));
+    };
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) out.set_pair(i, value(i), value(i + 1));
     store_pack<kVectorized>(y + column, out, count);
   }
 }

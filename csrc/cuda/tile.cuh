@@ -46,7 +46,7 @@ struct Tile {
 
   template <class A>
   __device__ __forceinline__ A get(int k, int i) const {
-    return load_as<A>(chunks[k].values[i]);
+    return chunks[k].template get<A>(i);
   }
 };
 
