@@ -23,7 +23,7 @@ from setuptools.build_meta import (  # noqa: F401  (the backend's other hooks, a
     prepare_metadata_for_build_wheel,
 )
 
-MINIMUM_TORCH = "2.6"
+MINIMUM_TORCH = "2.7"
 
 
 def find_installed_torch() -> str | None:

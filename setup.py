@@ -72,11 +72,25 @@ def import_torch() -> ModuleType | None:
     return torch
 
 
+def minor_release(version: str) -> tuple[int, int]:
+    """Return (2, 11) for "2.11.0+cu130"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_torch_version(torch: ModuleType) -> None:
+    if minor_release(torch.__version__) < minor_release(MINIMUM_TORCH):
+        fail(
+            f"torch {torch.__version__} is too old; fastnorm needs {MINIMUM_TORCH} or newer.\n"
+            f"Install a newer one ({GET_TORCH})."
+        )
+
+
 def torch_requirement(torch: ModuleType | None) -> str:
     """Return what the built package requires: the minor release that it was compiled against."""
     if torch is None:
         return f"torch>={MINIMUM_TORCH}"
-    major, minor = torch.__version__.split(".")[:2]
+    major, minor = minor_release(torch.__version__)
     return f"torch=={major}.{minor}.*"
 
 
@@ -274,6 +288,7 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
                 "Run `pip install .` without --no-build-isolation, which fetches one, or install "
                 f"torch first ({GET_TORCH})."
             )
+        check_torch_version(torch)
         check_tools()
         self.chosen_toolkit, reason = toolkit_to_build_with(torch, toolkit)
         self.architectures: list[str] = []

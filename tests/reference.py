@@ -73,7 +73,7 @@ def _largest(value: Tensor) -> float:
 
 
 def _conditioning(variance: Tensor, eps: float) -> float:
-    """By how much a rounding of the variance grows in rstd; more than one for negative eps alone."""
+    """How much a rounding of the variance grows in rstd; more than one for negative eps alone."""
     return max(1.0, _largest(variance / (variance + eps)))
 
 

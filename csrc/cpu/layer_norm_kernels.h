@@ -9,6 +9,9 @@
 // the row's end: lanes it takes a second time are masked out of sums and written again unchanged.
 // Rows narrower than a vector are first copied to the end of a buffer, where there is room for
 // this. So lanes own columns by index alone, and a row's bits do not depend on where it lies.
+//
+// Loops over the rows or sums of a group are unrolled by pragma: only then, early enough, does the
+// compiler keep their arrays in registers instead of clearing and filling them in memory.
 
 namespace fastnorm::cpu::FASTNORM_CPU_NAMESPACE {
 namespace {
@@ -20,7 +23,8 @@ const T* row_at(const void* base, int64_t row, int64_t stride) {
   return static_cast<const T*>(base) + row * stride;
 }
 
-// Copies of up to kRows rows narrower than a vector, each at the end of a vector's room.
+// Copies of up to kRows rows narrower than a vector, each at the end of a vector's room. Two
+// vectors' room is also what a constant Parameter needs.
 template <typename T, int kRows = 2>
 struct NarrowRows {
   static constexpr int64_t kStride = kLanes<Float<T>>;
@@ -131,18 +135,22 @@ template <int kRows, int kPairs, typename X>
       for (int k = 0; k < kPairs; ++k) {
         const Pair<F> pair = load_pair<kEvenOdd>(x + r * row_stride + i + 2 * k * kStep);
         add_deviation<F>(pair.first - near[r], inverse, &deviations[r][2 * k], &squares[r][2 * k]);
-        add_deviation<F>(pair.second - near[r], inverse, &deviations[r][2 * k + 1], &squares[r][2 * k + 1]);
+        add_deviation<F>(pair.second - near[r], inverse, &deviations[r][2 * k + 1],
+                         &squares[r][2 * k + 1]);
       }
     }
   }
   for (; i + kStep <= cols; i += kStep) {
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) add_deviation<F>(load(x + r * row_stride + i) - near[r], inverse, &deviations[r][0], &squares[r][0]);
+    for (int r = 0; r < kRows; ++r)
+      add_deviation<F>(load(x + r * row_stride + i) - near[r], inverse, &deviations[r][0],
+                       &squares[r][0]);
   }
   if (i < cols) {
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      add_deviation<F>(masked<F>(load(x + r * row_stride + cols - kStep) - near[r], tail), inverse, &deviations[r][1], &squares[r][1]);
+      add_deviation<F>(masked<F>(load(x + r * row_stride + cols - kStep) - near[r], tail), inverse,
+                       &deviations[r][1], &squares[r][1]);
     }
   }
 #pragma GCC unroll 4
@@ -207,8 +215,7 @@ template <typename X, typename Y, typename W, typename B>
                                  int64_t x_ahead, int64_t y_ahead) {
   using F = Float<X>;
   constexpr int64_t kStep = kLanes<F>;
-  constexpr bool kEvenOdd =
-      kIsBFloat16<X> && kIsBFloat16<Y> && kIsBFloat16<W> && kIsBFloat16<B>;
+  constexpr bool kEvenOdd = kIsBFloat16<X> && kIsBFloat16<Y> && kIsBFloat16<W> && kIsBFloat16<B>;
   int64_t i = 0;
   for (; i + 2 * kStep <= cols; i += 2 * kStep) {
     __builtin_prefetch(x + i + x_ahead);
@@ -216,9 +223,8 @@ template <typename X, typename Y, typename W, typename B>
     const Pair<F> values = load_pair<kEvenOdd>(x + i);
     const Pair<F> weights = weight.template pair<kEvenOdd>(i);
     const Pair<F> biases = bias.template pair<kEvenOdd>(i);
-    store_pair<kEvenOdd>(y + i,
-                         {normalized<F>(values.first, row, weights.first, biases.first),
-                          normalized<F>(values.second, row, weights.second, biases.second)});
+    store_pair<kEvenOdd>(y + i, {normalized<F>(values.first, row, weights.first, biases.first),
+                                 normalized<F>(values.second, row, weights.second, biases.second)});
   }
   if (i + kStep <= cols) {
     store(y + i, normalized<F>(load(x + i), row, weight[i], bias[i]));
@@ -658,8 +664,8 @@ struct Backward {
             X* const dx = static_cast<X*>(args.dx) + (row + r) * cols;
             X* const dx_or_copy = narrow ? narrow_dx.row(0, cols) : dx;
             write_dx(dy + r * dy_stride, x + r * x_stride, weight,
-                     row_scalars(args, row + r, sums + 2 * r), dx_or_copy, cols,
-                     ahead * dy_stride, ahead * x_stride, is_last ? 0 : cols);
+                     row_scalars(args, row + r, sums + 2 * r), dx_or_copy, cols, ahead * dy_stride,
+                     ahead * x_stride, is_last ? 0 : cols);
             if (narrow) copy<X>(dx_or_copy, dx, cols);
           }
         }
@@ -766,49 +772,62 @@ struct Backward {
   }
 };
 
-// dw or db: the sum of all slots, in double.
-template <typename F>
-struct ColumnSumsJob {
-  const F* first_slot;
-  int64_t slots;
-  int64_t slot_stride;
-  void* sums;
-};
-
+// Adds up all slots, in double, for some columns of dw or db, which lies `offset` into each slot.
 template <typename F, typename T>
-void column_sums(void* context, int64_t begin, int64_t end) {
-  const ColumnSumsJob<F>& job = *static_cast<const ColumnSumsJob<F>*>(context);
+void add_slots(const BackwardPartition& partition, const F* slots, int64_t offset, int64_t begin,
+               int64_t end, void* sums) {
   constexpr int64_t kColumns = 256;
   for (int64_t column = begin; column < end; column += kColumns) {
     const int64_t count = end - column < kColumns ? end - column : kColumns;
-    double sums[kColumns] = {};
-    for (int64_t slot = 0; slot < job.slots; ++slot) {
-      const F* partial = job.first_slot + slot * job.slot_stride + column;
-      for (int64_t i = 0; i < count; ++i) sums[i] += partial[i];
+    double totals[kColumns] = {};
+    for (int64_t slot = 0; slot < partition.slots; ++slot) {
+      const F* partial = slots + slot * partition.slot_stride + offset + column;
+      for (int64_t i = 0; i < count; ++i) totals[i] += partial[i];
     }
     F rounded[kColumns];
     T converted[kColumns];
-    for (int64_t i = 0; i < kColumns; ++i) rounded[i] = static_cast<F>(sums[i]);
+    for (int64_t i = 0; i < kColumns; ++i) rounded[i] = static_cast<F>(totals[i]);
     for (int64_t i = 0; i < kColumns; i += kLanes<F>) store(converted + i, load(rounded + i));
-    copy<T>(converted, static_cast<T*>(job.sums) + column, count);
+    copy<T>(converted, static_cast<T*>(sums) + column, count);
   }
 }
 
 template <typename F>
-void write_column_sums(const F* first_slot, const BackwardPartition& partition, int64_t cols,
-                       DType dtype, void* sums, const ThreadPool& pool) {
-  if (sums == nullptr) return;
-  ColumnSumsJob<F> job{first_slot + partition.margin, partition.slots, partition.slot_stride, sums};
-  constexpr int64_t kPartialsPerTask = 65536;
-  const int64_t grain = kPartialsPerTask / (partition.slots + 1) + 1;
+using AddSlots = void (*)(const BackwardPartition& partition, const F* slots, int64_t offset,
+                          int64_t begin, int64_t end, void* sums);
+
+template <typename F>
+AddSlots<F> choose_add_slots(DType dtype) {
   if constexpr (sizeof(F) == sizeof(double)) {
-    pool.run(cols, grain, column_sums<double, double>, &job);
-  } else if (dtype == DType::kFloat32) {
-    pool.run(cols, grain, column_sums<float, float>, &job);
+    return add_slots<double, double>;
   } else if (dtype == DType::kFloat16) {
-    pool.run(cols, grain, column_sums<float, Float16>, &job);
+    return add_slots<float, Float16>;
+  } else if (dtype == DType::kBFloat16) {
+    return add_slots<float, BFloat16>;
   } else {
-    pool.run(cols, grain, column_sums<float, BFloat16>, &job);
+    return add_slots<float, float>;
+  }
+}
+
+template <typename F>
+struct ColumnSumsJob {
+  const BackwardArgs* args;
+  const BackwardPartition* partition;
+  const F* slots;
+};
+
+template <typename F>
+void column_sums(void* context, int64_t begin, int64_t end) {
+  const ColumnSumsJob<F>& job = *static_cast<const ColumnSumsJob<F>*>(context);
+  const BackwardArgs& args = *job.args;
+  const BackwardPartition& partition = *job.partition;
+  const int64_t dw_offset = partition.margin;
+  const int64_t db_offset = partition.margin + partition.slot_stride / 2;
+  if (args.dw != nullptr) {
+    choose_add_slots<F>(args.weight_dtype)(partition, job.slots, dw_offset, begin, end, args.dw);
+  }
+  if (args.db != nullptr) {
+    choose_add_slots<F>(args.bias_dtype)(partition, job.slots, db_offset, begin, end, args.db);
   }
 }
 
@@ -849,12 +868,12 @@ BackwardRun choose_backward(const BackwardArgs& args) {
 template <typename F>
 void backward_as(const BackwardArgs& args, void* workspace, const ThreadPool& pool) {
   if (args.rows > 0) choose_backward(args)(args, workspace, pool);
+  if (args.dw == nullptr && args.db == nullptr) return;
   const BackwardPartition partition = fastnorm::cpu::partition(args);
-  const F* slots =
-      reinterpret_cast<const F*>(static_cast<const double*>(workspace) + partition.row_sums);
-  write_column_sums(slots, partition, args.cols, args.weight_dtype, args.dw, pool);
-  write_column_sums(slots + partition.slot_stride / 2, partition, args.cols, args.bias_dtype,
-                    args.db, pool);
+  const double* start = static_cast<const double*>(workspace);
+  ColumnSumsJob<F> job{&args, &partition, reinterpret_cast<const F*>(start + partition.row_sums)};
+  constexpr int64_t kPartialsPerTask = 65536;
+  pool.run(args.cols, kPartialsPerTask / (partition.slots + 1) + 1, column_sums<F>, &job);
 }
 
 void backward(const BackwardArgs& args, void* workspace, const ThreadPool& pool) {

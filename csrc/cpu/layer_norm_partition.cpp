@@ -12,7 +12,7 @@ constexpr int64_t kMaxBlocks = 1024;                   // so that threads' share
 constexpr int64_t kMaxRowsPerBlock = 64;               // where there are few: partials cost little
 constexpr int64_t kSmallWorkspace = int64_t{4} << 20;  // bytes, always allowed
 constexpr int64_t kWorkspaceShare = 32;                // or this fraction of x
-constexpr int64_t kCachedBytes = int64_t{8} << 20;     // of x and dy, between their two readings
+constexpr int64_t kCachedBytes = int64_t{16} << 20;    // of x and dy, between their two readings
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -54,7 +54,7 @@ BackwardPartition partition(const BackwardArgs& args) {
   if (result.share_rows) {
     const int64_t row_bytes = cols * (size_in_bytes(args.x_dtype) + size_in_bytes(args.dy_dtype));
     result.rows_per_block = ceil_div(std::max<int64_t>(1, kCachedBytes / row_bytes), 4) * 4;
-    result.slots = sums ? 1 : 0;
+    result.slots = sums && rows > 0 ? 1 : 0;
     result.row_sums = 2 * std::min(rows, result.rows_per_block) * (tile_count(cols) + 1);
   } else {
     const int64_t x_bytes = rows * cols * size_in_bytes(args.x_dtype);
@@ -63,8 +63,8 @@ BackwardPartition partition(const BackwardArgs& args) {
   }
   result.blocks = ceil_div(rows, result.rows_per_block);
   result.blocks_per_task = ceil_div(kElementsPerTask, result.rows_per_block * cols);
-  result.workspace_bytes = result.row_sums * static_cast<int64_t>(sizeof(double)) +
-                           result.slots * slot_bytes;
+  result.workspace_bytes =
+      result.row_sums * static_cast<int64_t>(sizeof(double)) + result.slots * slot_bytes;
   return result;
 }
 

@@ -69,19 +69,13 @@ FASTNORM_INLINE Words select(Words mask, Words yes, Words no) {
 // 16-bit lanes to 32-bit ones and back. The compilers' own code for this is slow on x86-64.
 #if defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 64
 
-FASTNORM_INLINE Words widen(Halves halves) {
-  return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
-}
+FASTNORM_INLINE Words widen(Halves halves) { return (Words)_mm512_cvtepu16_epi32((__m256i)halves); }
 
-FASTNORM_INLINE Halves narrow(Words words) {
-  return (Halves)_mm512_cvtepi32_epi16((__m512i)words);
-}
+FASTNORM_INLINE Halves narrow(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
 
 #elif defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 32
 
-FASTNORM_INLINE Words widen(Halves halves) {
-  return (Words)_mm256_cvtepu16_epi32((__m128i)halves);
-}
+FASTNORM_INLINE Words widen(Halves halves) { return (Words)_mm256_cvtepu16_epi32((__m128i)halves); }
 
 FASTNORM_INLINE Halves narrow(Words words) {
   const __m128i low = _mm256_castsi256_si128((__m256i)words);
