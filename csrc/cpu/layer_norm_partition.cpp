@@ -12,7 +12,7 @@ constexpr int64_t kMaxBlocks = 1024;                   // so that threads' share
 constexpr int64_t kMaxRowsPerBlock = 64;               // where there are few: partials cost little
 constexpr int64_t kSmallWorkspace = int64_t{4} << 20;  // bytes, always allowed
 constexpr int64_t kWorkspaceShare = 32;                // or this fraction of x
-constexpr int64_t kCachedBytes = int64_t{16} << 20;    // of x and dy, between their two readings
+constexpr int64_t kCachedBytes = int64_t{32} << 20;    // of x and dy, between their two readings
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
