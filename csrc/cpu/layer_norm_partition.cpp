@@ -16,11 +16,12 @@ constexpr int64_t kCachedBytes = int64_t{32} << 20;    // of x and dy, between t
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t rows_per_block(int64_t rows, int64_t cols, int64_t x_bytes, int64_t slot_bytes) {
+// Rows that are summed one after another in float32: few, since the error grows with their number.
+int64_t rows_per_block(int64_t rows, int64_t x_bytes, int64_t slot_bytes) {
   const int64_t workspace = std::max(kSmallWorkspace, x_bytes / kWorkspaceShare);
   const int64_t blocks = std::clamp<int64_t>(workspace / slot_bytes, 1, kMaxBlocks);
-  return std::max({std::clamp<int64_t>(ceil_div(rows, 16), 4, kMaxRowsPerBlock),
-                   ceil_div(kElementsPerTask, cols), ceil_div(rows, blocks)});
+  return std::max(std::clamp<int64_t>(ceil_div(rows, 16), 4, kMaxRowsPerBlock),
+                  ceil_div(rows, blocks));
 }
 
 }  // namespace
@@ -58,7 +59,7 @@ BackwardPartition partition(const BackwardArgs& args) {
     result.row_sums = 2 * std::min(rows, result.rows_per_block) * (tile_count(cols) + 1);
   } else {
     const int64_t x_bytes = rows * cols * size_in_bytes(args.x_dtype);
-    result.rows_per_block = rows_per_block(rows, cols, x_bytes, slot_bytes);
+    result.rows_per_block = rows_per_block(rows, x_bytes, slot_bytes);
     result.slots = sums ? ceil_div(rows, result.rows_per_block) : 0;
   }
   result.blocks = ceil_div(rows, result.rows_per_block);
