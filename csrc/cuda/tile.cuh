@@ -9,7 +9,7 @@ namespace fastnorm::cuda {
 // Ownership goes by column index, whatever the row's alignment, so that a row is always summed in
 // the same order. kVectorized: chunks exist whole or not at all and move by wide accesses. It is a
 // template parameter because a branch at each access keeps the loads from being in flight together:
-// that cost a factor of 2.6 at 16384 x 4096 bfloat16.
+// without it 16384 x 4096 bfloat16 took 186 us on an H200, with it 115 us.
 template <class X, bool kVectorized>
 struct Share {
   static constexpr int kColumns = kChunkColumns<X>;
