@@ -15,17 +15,15 @@ import datetime
 import json
 import pathlib
 import platform
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from fastnorm import _C
+from fastnorm._timing import Call, time_on_cpu
 
 SHAPES = ((256, 1024), (4096, 4096), (32768, 1024), (100000, 64), (64, 65536))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -33,7 +31,6 @@ EPS = 1e-5
 SECONDS = 1.5
 MIN_REPEATS, MAX_REPEATS = 7, 1000
 
-Call = Callable[[], object]
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -117,22 +114,6 @@ class Problem:
                 )
 
 
-def median_times(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Median seconds of each call; the calls take turns."""
-    for call in calls.values():
-        call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    deadline = time.perf_counter() + SECONDS
-    for repeat in range(MAX_REPEATS):
-        if repeat >= MIN_REPEATS and time.perf_counter() > deadline:
-            break
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            samples[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
 def keep_freed_memory() -> None:
     """Tells glibc's malloc never to give memory back to the system, where there is one."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -185,7 +166,9 @@ def measure() -> list[dict[str, Any]]:
             problem = Problem(rows, cols, dtype)
             problem.check()
             for direction, calls in problem.calls().items():
-                times = median_times(calls)
+                times = time_on_cpu(
+                    calls, seconds=SECONDS, min_repeats=MIN_REPEATS, max_repeats=MAX_REPEATS
+                )
                 results.append(
                     {
                         "direction": direction,
