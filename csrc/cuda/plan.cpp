@@ -117,16 +117,6 @@ void plan_columns(BackwardPlan& plan, int64_t rows, int64_t chunks,
 
 }  // namespace
 
-bool forward_runs(Kernel kernel, const ForwardProblem& problem, const DeviceProperties& device) {
-  return runs(kernel, ceil_div(problem.cols, chunk_columns(problem.x_dtype)), kForwardChunks,
-              device);
-}
-
-bool backward_runs(Kernel kernel, const BackwardProblem& problem, const DeviceProperties& device) {
-  return runs(kernel, ceil_div(problem.cols, chunk_columns(problem.x_dtype)),
-              backward_chunks(problem.x_dtype), device);
-}
-
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,
                          const PlanRequest& request) {
   const int64_t columns = chunk_columns(problem.x_dtype);

@@ -96,17 +96,13 @@ struct BackwardProblem {
   bool weight_grads = true;  // dw or db or both
 };
 
-// What a test may force; empty fields are chosen.
+// What a test may force; empty fields are chosen, and so is a kernel that cannot run rows of this
+// width on this device.
 struct PlanRequest {
   std::optional<Kernel> kernel;
   std::optional<WeightGrads> weight_grads;
   std::optional<int> cluster_size;
 };
-
-// Whether `kernel` can run rows of this width on this device; a request for one that cannot is
-// passed over by the functions below.
-bool forward_runs(Kernel kernel, const ForwardProblem& problem, const DeviceProperties& device);
-bool backward_runs(Kernel kernel, const BackwardProblem& problem, const DeviceProperties& device);
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,
                          const PlanRequest& request = {});
