@@ -66,6 +66,50 @@ FASTNORM_INLINE Words select(Words mask, Words yes, Words no) {
   return (mask & yes) | (~mask & no);
 }
 
+// a * b + c, with one rounding where the instruction set has one for it. Written out, so that bits
+// do not depend on where the compiler would see one.
+#if defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 64
+
+template <typename F>
+FASTNORM_INLINE Vector<F> multiply_add(Vector<F> a, Vector<F> b, Vector<F> c) {
+  if constexpr (sizeof(F) == sizeof(float)) {
+    return (Vector<F>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  } else {
+    return (Vector<F>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+  }
+}
+
+#elif defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 32
+
+template <typename F>
+FASTNORM_INLINE Vector<F> multiply_add(Vector<F> a, Vector<F> b, Vector<F> c) {
+  if constexpr (sizeof(F) == sizeof(float)) {
+    return (Vector<F>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  } else {
+    return (Vector<F>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+  }
+}
+
+#elif defined(__aarch64__)
+
+template <typename F>
+FASTNORM_INLINE Vector<F> multiply_add(Vector<F> a, Vector<F> b, Vector<F> c) {
+  if constexpr (sizeof(F) == sizeof(float)) {
+    return (Vector<F>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  } else {
+    return (Vector<F>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+  }
+}
+
+#else
+
+template <typename F>
+FASTNORM_INLINE Vector<F> multiply_add(Vector<F> a, Vector<F> b, Vector<F> c) {
+  return a * b + c;
+}
+
+#endif
+
 // 16-bit lanes to 32-bit ones and back. The compilers' own code for this is slow on x86-64.
 #if defined(__x86_64__) && FASTNORM_CPU_VECTOR_BYTES == 64
 
