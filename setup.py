@@ -42,7 +42,7 @@ CXX_FLAGS = [
     "-Wextra",
 ]
 # Kernels write their fused multiply-adds out, so that bits do not depend on the compiler's choice.
-NVCC_FLAGS = ["-O3", "-lineinfo", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
+NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
 # No -fopenmp: the OpenMP symbols are found in the library that torch itself loaded, so that there
 # is one thread pool.
 LINK_FLAGS = ["-Wl,--strip-all"]

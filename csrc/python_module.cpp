@@ -44,9 +44,11 @@ constexpr std::pair<const char*, DType> kDtypes[] = {{"float32", DType::kFloat32
                                                      {"float16", DType::kFloat16},
                                                      {"bfloat16", DType::kBFloat16},
                                                      {"float64", DType::kFloat64}};
-constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {{"rows", cuda::Kernel::kRows},
-                                                             {"cluster", cuda::Kernel::kCluster},
-                                                             {"split", cuda::Kernel::kSplit}};
+constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
+    {"short_rows", cuda::Kernel::kShortRows},
+    {"rows", cuda::Kernel::kRows},
+    {"cluster", cuda::Kernel::kCluster},
+    {"split", cuda::Kernel::kSplit}};
 constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
     {"none", cuda::WeightGrads::kNone},
     {"fused", cuda::WeightGrads::kFused},
@@ -103,7 +105,12 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
-    return describe_block(cuda::plan_forward({rows, cols, x_dtype, aligned}, device, request));
+    const cuda::ForwardPlan plan =
+        cuda::plan_forward({rows, cols, x_dtype, aligned}, device, request);
+    py::dict result = describe_block(plan);
+    result["rows_per_thread"] = plan.rows_per_thread;
+    result["full"] = plan.full;
+    return result;
   }
   if (direction != "backward") {
     throw std::invalid_argument("Expected direction to be one of forward, backward, but got '" +

@@ -32,6 +32,7 @@ from fastnorm import _C
 pytestmark = pytest.mark.cuda
 
 KERNELS = ["rows", "cluster", "split"]
+FORWARD_KERNELS = ["short_rows", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
     (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
@@ -84,7 +85,7 @@ def _narrowed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", FORWARD_KERNELS)
 def test_forced_forward_kernels(
     force: Callable[..., None], kernel: str, cluster_size: int, dtype: torch.dtype
 ) -> None:
@@ -103,7 +104,7 @@ def test_forced_forward_kernels(
         check_forward(x, [cols], weight, bias)
         check_forward(_narrowed(x), [cols], None, bias)
         ran += 1
-    assert ran >= 8
+    assert ran >= (5 if kernel == "short_rows" else 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -91,13 +91,14 @@ def test_every_column_and_row_has_its_thread(
 def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
     """Less than one more warp, or, within a warp, less than twice the lanes."""
     for _, cols, plan in all_plans(direction, dtype, (132, 90)):
-        if plan["kernel"] == "rows":
+        if plan["kernel"] in ("short_rows", "rows"):
             chunks = -(-cols // chunk_columns(dtype))
             needed = -(-chunks // plan["chunks_per_thread"])
             threads = plan["threads_per_row"]
             assert threads < 2 * needed if threads <= 32 else threads < needed + 32
         if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
-            half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
+            few = direction == "forward" and plan["threads_per_row"] <= 256
+            half = (256 if few else 512) * plan["chunks_per_thread"] * plan["cluster_size"] // 2
             assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"
         if plan["kernel"] == "split":
             held = plan["threads_per_row"] * plan["chunks_per_thread"] * chunk_columns(dtype)
@@ -112,8 +113,14 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
         where = f"{rows} x {cols}: {plan}"
         threads = plan["threads_per_row"]
         assert threads in (1, 2, 4, 8, 16) or threads % 32 == 0, where
-        assert 1 <= threads * plan["rows_per_block"] <= 512, where
-        assert plan["chunks_per_thread"] in (1, 2, 4, 8), where
+        together = plan.get("rows_per_thread", 1)
+        assert plan["rows_per_block"] % together == 0, where
+        assert 1 <= threads * plan["rows_per_block"] // together <= 512, where
+        assert plan["chunks_per_thread"] * together <= 8, where
+        assert plan["chunks_per_thread"] in (1, 2, 3, 4, 8), where
+        if plan["kernel"] == "short_rows":
+            assert threads <= 32, where
+            assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
         assert plan["cluster_size"] in (1, 2, 4, 8), where
         assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
@@ -138,14 +145,18 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
     ],
 )
 def test_widths_where_the_kernel_changes(direction: str, dtype: str, block: int) -> None:
-    """A row that fits a block stays in it; up to eight times that, in a cluster; then it is cut."""
+    """A row that fits a warp or a block stays in it; up to eight times that, in a cluster; then it
+    is cut.
+    """
+    lanes = 128 * chunk_columns(dtype)  # columns that a warp of the forward holds
+    narrow = "short_rows" if direction == "forward" else "rows"
 
     def kernel(cols: int, capability: int) -> str:
         return _C.plan(direction, 1000, cols, dtype, compute_capability=capability)["kernel"]
 
     for capability in (90, 100, 120):
-        assert kernel(1, capability) == "rows"
-        assert kernel(block, capability) == "rows"
+        assert kernel(1, capability) == kernel(lanes, capability) == narrow
+        assert kernel(lanes + 1, capability) == kernel(block, capability) == "rows"
         assert kernel(block + 1, capability) == "cluster"
         assert kernel(8 * block, capability) == "cluster"
         assert kernel(8 * block + 1, capability) == "split"
@@ -177,6 +188,8 @@ def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: s
             assert forced["kernel"] == kernel
         elif kernel == "rows" and chosen["kernel"] == "rows":
             assert forced == chosen
+        elif kernel == "rows" and chosen["kernel"] == "short_rows":
+            assert forced["kernel"] == kernel
         elif kernel == "rows" or capability < 90:
             assert forced["kernel"] == chosen["kernel"], "passed over where it cannot run"
 
@@ -189,6 +202,13 @@ def test_a_forced_cluster_size(direction: str, size: int) -> None:
     assert capacity(plan, "float32") >= 1000
     widest = _C.plan(direction, 10, 8 * 8192, "float32", kernel="cluster", cluster_size=size)
     assert capacity(widest, "float32") >= 8 * 8192, "never smaller than the row needs"
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_full_means_that_no_thread_lacks_a_column(dtype: str) -> None:
+    """The merges of such rows count on it."""
+    for _, cols, plan in all_plans("forward", dtype, (132, 90)):
+        assert plan["full"] == (capacity(plan, dtype) == cols)
 
 
 @pytest.mark.parametrize("dtype", SIZES)

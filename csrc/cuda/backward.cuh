@@ -21,8 +21,10 @@ struct BackwardParameters {
   using A = Accumulator<X>;
   int64_t rows, cols;
   const DY* dy;
+  const DY* dy_end;  // of the last row
   int64_t dy_row_stride;
   const X* x;
+  const X* x_end;
   int64_t x_row_stride;
   const A* mean;
   const A* rstd;
@@ -89,20 +91,20 @@ struct BackwardTile {
   }
 
   // dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy))
-  __device__ __forceinline__ void store_dx(X* dx, const RowShare& share, A mean, A rstd,
-                                           const Sums<A>& sums, A cols) const {
+  __device__ __forceinline__ Tile<X, kChunks, kColumns> dx(A mean, A rstd, const Sums<A>& sums,
+                                                           A cols) const {
     const A c1 = sums.xhat_wdy / cols;
     const A c2 = sums.wdy / cols;
+    Tile<X, kChunks, kColumns> out;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      Pack<X, kColumns> out;
       const auto value = [&](int i) {
         return rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2);
       };
 #pragma unroll
-      for (int i = 0; i < kColumns; i += 2) out.set_pair(i, value(i), value(i + 1));
-      store_pack<kVectorized>(dx + share.column(k), out, share.count(k));
+      for (int i = 0; i < kColumns; i += 2) out.chunks[k].set_pair(i, value(i), value(i + 1));
     }
+    return out;
   }
 };
 
@@ -140,10 +142,18 @@ __device__ __forceinline__ void store_partials(
   if (blockDim.y == 1) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      Pack<A, kColumns> pack;
+      A* const target = partials + share.column(k);
+      if constexpr (kVectorized) {
+        Pack<A, kColumns> pack;
 #pragma unroll
-      for (int i = 0; i < kColumns; i += 2) pack.set_pair(i, values[k][i], values[k][i + 1]);
-      store_pack<kVectorized>(partials + share.column(k), pack, share.count(k));
+        for (int i = 0; i < kColumns; i += 2) pack.set_pair(i, values[k][i], values[k][i + 1]);
+        if (share.left(k) > 0) store_pack(target, pack);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          if (i < share.left(k)) target[i] = values[k][i];
+        }
+      }
     }
     return;
   }
@@ -175,30 +185,58 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   constexpr int kChunks = kBackwardChunks<X>;
   using Reducer = RowReducer<Sums<A>, kCluster>;
   __shared__ typename Reducer::Storage storage;
-  Reducer reducer(storage, p.cluster_size);
+  Reducer reducer(storage, blockDim.x, p.cluster_size);
 
   const int64_t group = kCluster ? blockIdx.x / p.cluster_size : blockIdx.x;
   const int64_t groups = kCluster ? gridDim.x / p.cluster_size : gridDim.x;
-  const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols);
+  const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols, blockDim.x);
   const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
                                     piece.cols};
   BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + piece.begin, share);
   WeightGradTile<X> weight_grads;
 
+  // Rows have whole warps, several of them, or share a warp.
+  const bool several_warps = kCluster || blockDim.x > kWarpSize;
+  const int lanes = several_warps ? kWarpSize : blockDim.x;
+  const int teams = kWarpSize / lanes;
+  const int team = several_warps ? 0 : threadIdx.y % teams;
+  using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
+  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
+  __shared__ union {
+    typename Writer::Storage long_rows;
+    typename ShortRowWriter::Storage short_rows[kMaxSharedBlock / kWarpSize];
+  } writers;
+  const Writer writer{writers.long_rows};
+  const ShortRowWriter short_row_writer{writers.short_rows[several_warps ? 0 : threadIdx.y / teams],
+                                        p.dx, p.rows, teams, team};
+
   // Every thread of a block takes part in every turn: the reduction has a barrier.
   for (int64_t first = group * blockDim.y; first < p.rows; first += groups * blockDim.y) {
     const int64_t row = first + threadIdx.y;
     const bool active = row < p.rows;
-    tile.x.load(active ? p.x + row * p.x_row_stride + piece.begin : nullptr, share);
-    tile.dy.load(active ? p.dy + row * p.dy_row_stride + piece.begin : nullptr, share);
+    const X* const x = active ? p.x + row * p.x_row_stride + piece.begin : nullptr;
+    const DY* const dy = active ? p.dy + row * p.dy_row_stride + piece.begin : nullptr;
+    if (several_warps) {
+      tile.x.load_by_warps(x, share, p.x_end);
+      tile.dy.load_by_warps(dy, share, p.dy_end);
+    } else {
+      tile.x.load(x, share);
+      tile.dy.load(dy, share);
+    }
     const A mean = active ? p.mean[row] : A(0);
     const A rstd = active ? p.rstd[row] : A(0);
-    const Sums<A> sums = reducer.reduce(tile.sums(share, mean, rstd));
-    if (active) {
-      tile.store_dx(p.dx + row * p.cols + piece.begin, share, mean, rstd, sums,
-                    static_cast<A>(p.cols));
-      if constexpr (kWeightGrads) weight_grads.add(tile, mean, rstd);
+    Sums<A> sums = sum_lanes(tile.sums(share, mean, rstd), lanes);
+    if (several_warps) sums = reducer.reduce(sums, [] {});
+    const auto dx = tile.dx(mean, rstd, sums, static_cast<A>(p.cols));
+    const auto dx_chunk = [&](int k) { return dx.chunks[k]; };
+    if (several_warps) {
+      writer.write(p.dx + row * p.cols + piece.begin, active, share, dx_chunk);
+    } else {
+      short_row_writer.write(row - team, share, dx_chunk);
+    }
+    if constexpr (kWeightGrads) {
+      if (active) weight_grads.add(tile, mean, rstd);
     }
   }
   if constexpr (kWeightGrads) {
@@ -215,14 +253,15 @@ __global__ void __launch_bounds__(kSegmentThreads)
   using A = Accumulator<X>;
   using Reducer = RowReducer<Sums<A>, false>;
   __shared__ typename Reducer::Storage storage;
-  Reducer reducer(storage, 1);
+  Reducer reducer(storage, kSegmentThreads, 1);
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
   BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
-  tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
-  tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
-  const Sums<A> sums =
-      reducer.reduce(tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]));
+  tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
+  tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
+                        p.dy_end);
+  const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]);
+  const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize), [] {});
   if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
 }
 
@@ -233,12 +272,17 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
   BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
-  tile.x.load(p.x + segment.row * p.x_row_stride + segment.begin, segment.share);
-  tile.dy.load(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share);
+  tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
+  tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
+                        p.dy_end);
   const Sums<A> sums =
       reduce_array(p.segment_sums + segment.row * p.segments, static_cast<int>(p.segments));
-  tile.store_dx(p.dx + segment.row * p.cols + segment.begin, segment.share, p.mean[segment.row],
-                p.rstd[segment.row], sums, static_cast<A>(p.cols));
+  const auto dx = tile.dx(p.mean[segment.row], p.rstd[segment.row], sums, static_cast<A>(p.cols));
+  using Writer = RowWriter<X, kBackwardChunks<X>, kChunkColumns<X>, kVectorized>;
+  __shared__ typename Writer::Storage writer_storage;
+  const Writer writer{writer_storage};
+  writer.write(p.dx + segment.row * p.cols + segment.begin, true, segment.share,
+               [&](int k) { return dx.chunks[k]; });
 }
 
 template <bool kVectorized, class X, class DY, class W>
@@ -250,6 +294,8 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
   };
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {
+    case Kernel::kShortRows:
+      return cudaErrorInvalidValue;  // of the forward alone
     case Kernel::kRows:
       return launch_rows(fused ? backward_rows<X, DY, W, true, false, kVectorized>
                                : backward_rows<X, DY, W, false, false, kVectorized>);
@@ -285,8 +331,10 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
         p.cols = args.cols;
         p.dy = static_cast<const DY*>(args.dy);
         p.dy_row_stride = args.dy_row_stride;
+        p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;
         p.x = static_cast<const X*>(args.x);
         p.x_row_stride = args.x_row_stride;
+        p.x_end = p.x + (args.rows - 1) * args.x_row_stride + args.cols;
         p.mean = static_cast<const A*>(args.mean);
         p.rstd = static_cast<const A*>(args.rstd);
         p.weight = static_cast<const W*>(args.weight);

@@ -26,11 +26,10 @@ constexpr int kChunkColumns = kChunkBytes / static_cast<int>(sizeof(X));
 template <class T>
 constexpr bool kIs16Bit = sizeof(T) == 2;
 
-// kCount consecutive elements of T (an even number), read and written in accesses of up to 16
-// bytes. 16-bit elements are kept as pairs in 32-bit words and unpacked by hand. As an array of
-// elements the compiler shuffled halves of registers, eight instructions for each element: the
-// forward of 16384 x 4096 bfloat16 took 130 us on an H200, and 82 us now (with reduce.cuh's
-// quotient).
+// kCount consecutive elements of T (an even number), moved by accesses of up to 16 bytes. 16-bit
+// elements are kept as pairs in 32-bit words and unpacked by hand. As an array of elements the
+// compiler shuffled halves of registers, eight instructions for each element: the forward of 16384
+// x 4096 bfloat16 took 130 us on an H200, and 82 us now (with reduce.cuh's quotient).
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
   static_assert(kCount % 2 == 0);
@@ -65,21 +64,51 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
     }
   }
 
-  __device__ __forceinline__ void load_element(int i, const T* source) {
+  // Word j of a pack of 16 bytes, whatever the type.
+  __device__ __forceinline__ uint32_t bits32(int j) const {
     if constexpr (kIs16Bit<T>) {
-      const uint32_t value = *reinterpret_cast<const uint16_t*>(source);
-      const uint32_t word = words[i / 2];
-      words[i / 2] = i % 2 == 0 ? (word & 0xffff0000u) | value : (word & 0x0000ffffu) | value << 16;
+      return words[j];
+    } else if constexpr (std::is_same_v<T, float>) {
+      return __float_as_uint(words[j]);
     } else {
-      words[i] = *source;
+      return static_cast<uint32_t>(j % 2 == 0 ? __double2loint(words[j / 2])
+                                              : __double2hiint(words[j / 2]));
     }
   }
 
-  __device__ __forceinline__ void store_element(int i, T* target) const {
+  __device__ __forceinline__ void set_bits32(int j, uint32_t bits) {
     if constexpr (kIs16Bit<T>) {
-      *reinterpret_cast<uint16_t*>(target) = bits(i);
+      words[j] = bits;
+    } else if constexpr (std::is_same_v<T, float>) {
+      words[j] = __uint_as_float(bits);
     } else {
-      *target = words[i];
+      const int value = static_cast<int>(bits);
+      words[j / 2] = j % 2 == 0 ? __hiloint2double(__double2hiint(words[j / 2]), value)
+                                : __hiloint2double(value, __double2loint(words[j / 2]));
+    }
+  }
+
+  // Turns all elements but the first `left` into zeros.
+  __device__ __forceinline__ void truncate(int left) {
+    if constexpr (kIs16Bit<T>) {
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j) {
+        words[j] &= 2 * j + 1 < left ? 0xffffffffu : 2 * j < left ? 0x0000ffffu : 0u;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) words[i] = i < left ? words[i] : T(0);
+    }
+  }
+
+  // Element i, for stores of one element.
+  __device__ __forceinline__ T element(int i) const {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      return __ushort_as_bfloat16(bits(i));
+    } else if constexpr (std::is_same_v<T, Half>) {
+      return __ushort_as_half(bits(i));
+    } else {
+      return words[i];
     }
   }
 
@@ -98,30 +127,60 @@ __device__ __forceinline__ Pack<T, kCount> fill_pack(Accumulator<T> value) {
   return pack;
 }
 
-// Replaces the first `count` elements of `pack` by those at `source`. With kVectorized all or none
-// are there, and aligned.
-template <bool kVectorized, class T, int kCount>
-__device__ __forceinline__ void load_pack(Pack<T, kCount>& pack, const T* source, int count) {
-  if constexpr (kVectorized) {
-    if (count > 0) pack = *reinterpret_cast<const Pack<T, kCount>*>(source);
+// The first `left` of kCount elements at `source`, or all of them, whatever its alignment; zero
+// beyond. Reads
+// words of four bytes and shifts them into place, without a branch, so that all loads are in flight
+// together. The word of the first element may begin with the element before it: that is in the
+// same four bytes of memory, so it can be read.
+template <class T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> load_unaligned(const T* source, int left) {
+  Pack<T, kCount> pack;
+  if constexpr (kIs16Bit<T>) {
+    constexpr int kWords = kCount / 2;
+    const auto address = reinterpret_cast<uintptr_t>(source);
+    const int odd = static_cast<int>(address / 2 % 2);
+    const int count = left < kCount ? left : kCount;
+    const auto* const base = reinterpret_cast<const uint32_t*>(address - 2 * odd);
+    uint32_t words[kWords + 1];
+#pragma unroll
+    for (int j = 0; j <= kWords; ++j) words[j] = 2 * j + 1 - odd < count ? base[j] : 0;
+    // The last element may have the lower half of a word whose upper half must not be read.
+    const int end = count + odd;
+    uint32_t last = 0;
+    if (end % 2 == 1 && count > 0) last = reinterpret_cast<const uint16_t*>(base)[end - 1];
+#pragma unroll
+    for (int j = 0; j <= kWords; ++j) words[j] = end == 2 * j + 1 ? last : words[j];
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      pack.words[j] = __funnelshift_r(words[j], words[j + 1], 16 * odd);
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i < count) pack.load_element(i, source + i);
-    }
+    for (int i = 0; i < kCount; ++i) pack.words[i] = i < left ? source[i] : T(0);
   }
+  return pack;
 }
 
+// A pack from aligned memory if it `exists`, else of `absent` elements; without a branch.
+template <class T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> load_wide(const T* source, bool exists,
+                                                     Accumulator<T> absent = 0) {
+  Pack<T, kCount> pack = fill_pack<T, kCount>(absent);
+  if (exists) pack = *reinterpret_cast<const Pack<T, kCount>*>(source);
+  return pack;
+}
+
+// The first `left` elements at `source`, or all of them, zero beyond. With kVectorized all or none
+// are there, and aligned.
 template <bool kVectorized, class T, int kCount>
-__device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack, int count) {
-  if constexpr (kVectorized) {
-    if (count > 0) *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i < count) pack.store_element(i, target + i);
-    }
-  }
+__device__ __forceinline__ Pack<T, kCount> load_pack(const T* source, int left) {
+  if constexpr (kVectorized) return load_wide<T, kCount>(source, left > 0);
+  return load_unaligned<T, kCount>(source, left);
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack) {
+  *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
 }
 
 }  // namespace fastnorm::cuda

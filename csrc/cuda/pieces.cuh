@@ -13,9 +13,9 @@ struct Piece {
 };
 
 template <int kColumns, int kChunks, bool kCluster>
-__device__ __forceinline__ Piece block_piece(int64_t cols) {
+__device__ __forceinline__ Piece block_piece(int64_t cols, int threads) {
   if constexpr (!kCluster) return {0, static_cast<int>(cols)};
-  const int64_t size = static_cast<int64_t>(blockDim.x) * kChunks * kColumns;
+  const int64_t size = static_cast<int64_t>(threads) * kChunks * kColumns;
   const int64_t begin = cluster_rank() * size;
   const int64_t rest = cols - begin;
   return {begin, static_cast<int>(rest < 0 ? 0 : (rest < size ? rest : size))};

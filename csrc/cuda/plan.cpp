@@ -8,10 +8,6 @@ namespace {
 
 constexpr int kWarp = 32;
 
-// Threads of a block that holds several rows.
-constexpr int kForwardBlock = 128;
-constexpr int kBackwardBlock = 256;
-
 // The fused backward leaves one row of partial sums per block, written and read once in float32. It
 // pays while a block has at least this many rows to spread that over; below, x and dy mostly sit in
 // the L2 cache and reading them twice is cheaper.
@@ -34,6 +30,8 @@ int64_t block_chunks(int chunks_per_thread) {
 
 bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
   switch (kernel) {
+    case Kernel::kShortRows:
+      return false;  // forward only, and chosen there
     case Kernel::kRows:
       return chunks <= block_chunks(chunks_per_thread);
     case Kernel::kCluster:
@@ -56,9 +54,10 @@ Kernel choose_kernel(int64_t chunks, int chunks_per_thread, const DeviceProperti
   return Kernel::kSplit;
 }
 
-// The smallest cluster that holds the row; a larger one on request.
-int choose_cluster_size(int64_t chunks, int chunks_per_thread, const PlanRequest& request) {
-  int64_t size = next_power_of_two(ceil_div(chunks, block_chunks(chunks_per_thread)));
+// The smallest cluster that holds the row, where a block holds `block_chunks`; a larger one on
+// request.
+int choose_cluster_size(int64_t chunks, int64_t block_chunks, const PlanRequest& request) {
+  int64_t size = next_power_of_two(ceil_div(chunks, block_chunks));
   size = std::max<int64_t>(size, 2);
   if (request.cluster_size && *request.cluster_size >= size &&
       *request.cluster_size <= kMaxClusterSize) {
@@ -75,44 +74,68 @@ int choose_threads(int64_t chunks, int chunks_per_thread) {
                                            : ceil_div(threads, kWarp) * kWarp);
 }
 
-// Rows side by side in a block of about `block_threads`.
-int choose_rows_per_block(int threads_per_row, int block_threads) {
-  return std::max(1, block_threads / threads_per_row);
+template <class Plan>
+void shape_cluster(Plan& plan, int64_t chunks, int block_threads, const PlanRequest& request) {
+  plan.cluster_size = choose_cluster_size(chunks, plan.chunks_per_thread * block_threads, request);
+  plan.threads_per_row =
+      choose_threads(ceil_div(chunks, plan.cluster_size), plan.chunks_per_thread);
+  // A row's partial results travel between whole warps.
+  plan.threads_per_row = std::max(plan.threads_per_row, kWarp);
 }
 
-// The fields that both directions share, but for the grid.
 template <class Plan>
-void shape_block(Plan& plan, int64_t chunks, int block_threads, const PlanRequest& request) {
-  switch (plan.kernel) {
-    case Kernel::kRows:
-      plan.threads_per_row = choose_threads(chunks, plan.chunks_per_thread);
-      plan.rows_per_block = choose_rows_per_block(plan.threads_per_row, block_threads);
-      break;
-    case Kernel::kCluster:
-      plan.cluster_size = choose_cluster_size(chunks, plan.chunks_per_thread, request);
-      plan.threads_per_row =
-          choose_threads(ceil_div(chunks, plan.cluster_size), plan.chunks_per_thread);
-      // A row's partial results travel between whole warps.
-      plan.threads_per_row = std::max(plan.threads_per_row, kWarp);
-      break;
-    case Kernel::kSplit:
-      plan.threads_per_row = kSegmentThreads;
-      plan.segments =
-          ceil_div(chunks, static_cast<int64_t>(kSegmentThreads) * plan.chunks_per_thread);
-      break;
-  }
+void shape_segments(Plan& plan, int64_t chunks) {
+  plan.threads_per_row = kSegmentThreads;
+  plan.segments = ceil_div(chunks, static_cast<int64_t>(kSegmentThreads) * plan.chunks_per_thread);
 }
 
 void plan_columns(BackwardPlan& plan, int64_t rows, int64_t chunks,
                   const DeviceProperties& device) {
   plan.weight_grads = WeightGrads::kColumns;
   plan.column_threads = static_cast<int>(std::min<int64_t>(kWarp, next_power_of_two(chunks)));
-  plan.column_rows = kBackwardBlock / plan.column_threads;
+  plan.column_rows = kMaxSharedBlock / plan.column_threads;
   plan.column_tiles = ceil_div(chunks, plan.column_threads);
   // Enough blocks to fill the device several times over, but slices of a few rows per thread.
   const int64_t wanted = ceil_div(int64_t{8} * device.sm_count, plan.column_tiles);
   const int64_t sensible = ceil_div(rows, int64_t{4} * plan.column_rows);
   plan.partials = std::max<int64_t>(1, std::min(wanted, sensible));
+}
+
+// A row in one warp or less: at most kShortRowChunks per lane. Blocks have about 4 KB of x, in one
+// row or many: the smallest and most evenly spread reads that still fill the memory's pipeline. On
+// an H200, 131072 x 1024 bfloat16 took 133.7 us in blocks of 4 KB, 136.1 us in blocks of 8 KB;
+// 1048576 x 128 took 134.5 us with 4 chunks per lane, 136.4 us with 1 chunk of 4 rows.
+void shape_short_rows(ForwardPlan& plan, int64_t chunks) {
+  const int64_t lanes = next_power_of_two(ceil_div(chunks, kShortRowChunks));
+  plan.threads_per_row = static_cast<int>(lanes);
+  plan.chunks_per_thread = lanes == 1 ? static_cast<int>(next_power_of_two(chunks))
+                           : lanes == kWarp && chunks <= 96 ? 3
+                                                            : kShortRowChunks;
+  plan.rows_per_thread = kShortRowChunks / plan.chunks_per_thread;
+  plan.rows_per_block = kShortRowThreads / plan.threads_per_row * plan.rows_per_thread;
+}
+
+// A row in a block. Few threads with many chunks each win (more loads in flight per thread, fewer
+// threads behind the barrier) unless many of the chunks would not exist.
+void shape_rows(ForwardPlan& plan, int64_t chunks) {
+  const auto threads = [&](int chunks_per_thread) {
+    return ceil_div(ceil_div(chunks, chunks_per_thread), kWarp) * kWarp;
+  };
+  constexpr int kFewChunks = kForwardChunks / 2;
+  const bool few =
+      chunks <= 2 * kWarp * kFewChunks ||
+      10 * threads(kForwardChunks) * kForwardChunks > 11 * threads(kFewChunks) * kFewChunks;
+  plan.chunks_per_thread =
+      few && threads(kFewChunks) <= kMaxThreadsPerRow ? kFewChunks : kForwardChunks;
+  plan.threads_per_row = static_cast<int>(threads(plan.chunks_per_thread));
+}
+
+// Threads of the blocks of a cluster. Small blocks, of which several fit an SM, hide each other's
+// barriers: 2048 x 65536 bfloat16 took 178 us on an H200 with 256 threads, 199 us with 512.
+int forward_cluster_threads(int64_t chunks) {
+  constexpr int kFewThreads = kMaxThreadsPerRow / 2;
+  return chunks <= int64_t{kFewThreads} * kForwardChunks * kMaxClusterSize ? kFewThreads
+                                                                           : kMaxThreadsPerRow;
 }
 
 }  // namespace
@@ -122,14 +145,28 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   const int64_t columns = chunk_columns(problem.x_dtype);
   const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
   ForwardPlan plan;
-  plan.kernel = choose_kernel(chunks, kForwardChunks, device, request);
+  const bool forced = request.kernel && runs(*request.kernel, chunks, kForwardChunks, device);
+  plan.kernel = !forced && chunks <= kWarp * kShortRowChunks
+                    ? Kernel::kShortRows
+                    : choose_kernel(chunks, kForwardChunks, device, request);
   plan.vectorized = problem.aligned && problem.cols % columns == 0;
   plan.chunks_per_thread = kForwardChunks;
-  if (plan.kernel == Kernel::kRows && chunks < int64_t{kWarp} * kForwardChunks) {
-    // A warp suffices: as many lanes as there are chunks, then as few chunks as each must hold.
-    plan.chunks_per_thread = static_cast<int>(next_power_of_two(ceil_div(chunks, kWarp)));
+  switch (plan.kernel) {
+    case Kernel::kShortRows:
+      shape_short_rows(plan, chunks);
+      break;
+    case Kernel::kRows:
+      shape_rows(plan, chunks);
+      break;
+    case Kernel::kCluster:
+      shape_cluster(plan, chunks, forward_cluster_threads(chunks), request);
+      break;
+    case Kernel::kSplit:
+      shape_segments(plan, chunks);
+      break;
   }
-  shape_block(plan, chunks, kForwardBlock, request);
+  plan.full = problem.cols == columns * plan.chunks_per_thread * plan.threads_per_row *
+                                  plan.cluster_size * plan.segments;
   plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
   if (plan.kernel == Kernel::kSplit) {
     // mean, sum of squares and count of each segment
@@ -149,7 +186,19 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   plan.kernel = choose_kernel(chunks, plan.chunks_per_thread, device, request);
   plan.vectorized = problem.aligned && problem.cols % columns == 0;
   plan.dx = problem.dx;
-  shape_block(plan, chunks, kBackwardBlock, request);
+  switch (plan.kernel) {
+    case Kernel::kShortRows:
+    case Kernel::kRows:
+      plan.threads_per_row = choose_threads(chunks, plan.chunks_per_thread);
+      plan.rows_per_block = std::max(1, kMaxSharedBlock / plan.threads_per_row);
+      break;
+    case Kernel::kCluster:
+      shape_cluster(plan, chunks, kMaxThreadsPerRow, request);
+      break;
+    case Kernel::kSplit:
+      shape_segments(plan, chunks);
+      break;
+  }
 
   // Groups of blocks that work on the same rows together: a block, a cluster, the segments of a
   // row.

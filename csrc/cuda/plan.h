@@ -23,13 +23,16 @@ struct DeviceProperties {
 };
 
 enum class Kernel : uint8_t {
-  kRows,     // a row in the registers of one block or a part of it
-  kCluster,  // a row in the registers of a cluster of blocks (compute capability 9.0 and newer)
-  kSplit,    // a row cut into segments, one block each: statistics first, then a second pass
+  kShortRows,  // forward: a row in the registers of a warp or fewer lanes
+  kRows,       // a row in the registers of one block, or in the backward a part of it
+  kCluster,    // a row in the registers of a cluster of blocks (compute capability 9.0 and newer)
+  kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
 };
 
-// Chunks that a thread of the forward holds at the most: 64 columns of a 16-bit row, 32 of float32.
+// Chunks that a thread of the forward holds at the most: 64 columns of a 16-bit row, 32 of float32;
+// and the most of a row in one warp.
 constexpr int kForwardChunks = 8;
+constexpr int kShortRowChunks = 4;
 
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which x, dy, weight and
 // the running dw and db all stay in registers; 32 columns spill.
@@ -40,6 +43,8 @@ constexpr int backward_chunks(DType x_dtype) {
 constexpr int kChunkBytes = 16;
 constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
 constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
+constexpr int kShortRowThreads = 64;    // the block of kShortRows
+constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
 constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
 
 struct ForwardPlan {
@@ -47,9 +52,11 @@ struct ForwardPlan {
   int chunks_per_thread = 1;
   int threads_per_row = 1;
   int rows_per_block = 1;
+  int rows_per_thread = 1;  // of which a thread holds its chunks together
   int cluster_size = 1;
   int64_t segments = 1;     // of a row
-  bool vectorized = false;  // chunks move by 16-byte accesses, else element by element
+  bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
+  bool full = false;        // every thread has all of its chunks, whole
   int64_t blocks = 0;
   int64_t workspace_bytes = 0;
 };

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "numeric.cuh"
+#include "shift.cuh"
+#include "stage.cuh"
 
 namespace fastnorm::cuda {
 
@@ -21,10 +23,21 @@ struct Share {
 
   __device__ __forceinline__ int column(int k) const { return (first + k * step) * kColumns; }
 
-  // How many columns of chunk k exist: kColumns, fewer at the row's end, none beyond.
-  __device__ __forceinline__ int count(int k) const {
-    if constexpr (kVectorized) return column(k) < cols ? kColumns : 0;
-    return max(0, min(kColumns, cols - column(k)));
+  // How many columns the row has from chunk k on: kColumns or more if the chunk is whole, none or
+  // less if it does not exist. Not clamped to [0, kColumns]: nvcc 13.0 computes such a clamp for
+  // sm_90 in one instruction (VIMNMX.RELU) and then takes `clamped > 0` for `clamped == kColumns`.
+  __device__ __forceinline__ int left(int k) const { return cols - column(k); }
+
+  // Whether one of the first kChunks chunks exists in part: the row's last one, in one thread. What
+  // that takes is kept out of the way of all others by one branch for all chunks together.
+  template <int kChunks>
+  __device__ __forceinline__ bool has_partial_chunk() const {
+    bool partial = false;
+    if constexpr (!kVectorized) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) partial |= left(k) > 0 && left(k) < kColumns;
+    }
+    return partial;
   }
 };
 
@@ -38,15 +51,171 @@ struct Tile {
   __device__ __forceinline__ void load(const T* row, const RowShare& share) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      chunks[k] = fill_pack<T, kColumns>(0);
-      load_pack<RowShare::kWhole>(chunks[k], row + share.column(k),
-                                  row == nullptr ? 0 : share.count(k));
+      chunks[k] = load_pack<RowShare::kWhole, T, kColumns>(row + share.column(k),
+                                                           row == nullptr ? 0 : share.left(k));
+    }
+  }
+
+  // The same for rows that have whole warps; `end` is the end of the tensor's memory.
+  template <class RowShare>
+  __device__ __forceinline__ void load_by_warps(const T* row, const RowShare& share, const T* end) {
+    if constexpr (RowShare::kWhole || kColumns * sizeof(T) != kChunkBytes) {
+      load(row, share);
+    } else if (row == nullptr) {
+      load(row, share);
+    } else {
+      load_shifted<kChunks>(chunks, row, share, end);
     }
   }
 
   template <class A>
   __device__ __forceinline__ A get(int k, int i) const {
     return chunks[k].template get<A>(i);
+  }
+};
+
+// Writes rows, or pieces of them, that have whole warps. Where they are not aligned, threads shift
+// their chunks together with their neighbours' into the granules of device memory, or, if a chunk
+// of T does not fill one, warps gather theirs in shared memory. All threads of the block come here.
+template <class T, int kChunks, int kColumns, bool kVectorized>
+struct RowWriter {
+  static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
+  static constexpr bool kFillsGranule = kColumns * sizeof(T) == kChunkBytes;
+  using Stage = WarpStage<T, kWarpSize * kColumns>;
+
+  struct alignas(16) LastLanes {
+    Granule chunks[kMaxWarps][kChunks];
+  };
+  struct Stages {
+    typename Stage::Buffer buffers[kMaxWarps];
+  };
+  struct Unused {};
+  using Storage =
+      std::conditional_t<kVectorized, Unused, std::conditional_t<kFillsGranule, LastLanes, Stages>>;
+  Storage& storage;
+
+  // chunk(k) is this thread's chunk k. An inactive row is not written.
+  template <class RowShare, class Chunk>
+  __device__ __forceinline__ void write(T* row, bool active, const RowShare& share,
+                                        const Chunk& chunk) const {
+    if constexpr (kVectorized) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        if (active && share.left(k) > 0) store_pack(row + share.column(k), chunk(k));
+      }
+    } else if constexpr (kFillsGranule) {
+      write_granules(row, active, share, chunk);
+    } else {
+      const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int begin = share.column(k) - lane * kColumns;  // of the warp's span
+        Stage stage(storage.buffers[warp_of_block()], row + begin);
+        stage.put(lane * kColumns, chunk(k), share.left(k));
+        stage.flush(active ? min(kWarpSize * kColumns, share.cols - begin) : 0);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int warp_of_block() {
+    return (threadIdx.y * blockDim.x + threadIdx.x) / kWarpSize;
+  }
+
+  template <class RowShare, class Chunk>
+  __device__ __forceinline__ void write_granules(T* row, bool active, const RowShare& share,
+                                                 const Chunk& chunk) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = warp_of_block();
+    const int warps = share.step / kWarpSize;  // of the row
+    const int first_warp = warp - share.first / kWarpSize;
+    Granule own[kChunks];
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) own[k] = to_granule(chunk(k));
+    __syncthreads();  // the row before has been read
+    if (lane == kWarpSize - 1) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) storage.chunks[warp][k] = own[k];
+    }
+    __syncthreads();
+    if (!active) return;
+    // Granule i has the last bytes of chunk i - 1 and the first ones of chunk i.
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(row) % kChunkBytes);
+    T* const base = row - offset / static_cast<int>(sizeof(T));
+    const int begin = offset / static_cast<int>(sizeof(T));
+    const int end = begin + share.cols;  // the row's, in elements from `base`
+    with_offset(kChunkBytes - offset, [&](auto word, int bits) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        Granule previous = shuffle_up(own[k]);
+        if (lane == 0) {
+          if (warp > first_warp) {
+            previous = storage.chunks[warp - 1][k];
+          } else if (k > 0) {
+            previous = storage.chunks[first_warp + warps - 1][k - 1];
+          }
+        }
+        const int column = share.column(k);
+        const Granule granule = shift<decltype(word)::value>(previous, own[k], bits);
+        write_granule(base + column, column, granule, begin, end);
+        if (k == kChunks - 1 && share.first == share.step - 1) {  // no thread comes after
+          write_granule(base + column + kColumns, column + kColumns,
+                        shift<decltype(word)::value>(own[k], Granule(), bits), begin, end);
+        }
+      }
+    });
+  }
+
+  // Writes the elements of a granule at `column` that lie within [begin, end).
+  static __device__ __forceinline__ void write_granule(T* target, int column,
+                                                       const Granule& granule, int begin, int end) {
+    if (column >= begin && column + kColumns <= end) {
+      *reinterpret_cast<uint4*>(target) =
+          make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
+    } else if (column + kColumns > begin && column < end) {
+      const auto pack = to_pack<T, kColumns>(granule);
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        if (column + i >= begin && column + i < end) target[i] = pack.element(i);
+      }
+    }
+  }
+};
+
+// Writes the rows of a warp that has several, consecutive ones of a dense tensor: a team of lanes
+// each. All lanes come here, those beyond the last row as well.
+template <class T, int kChunks, int kColumns, bool kVectorized>
+struct ShortRowWriter {
+  using Stage = WarpStage<T, kWarpSize * kChunks * kColumns>;
+  struct Unused {};
+  using Storage = std::conditional_t<kVectorized, Unused, typename Stage::Buffer>;
+
+  Storage& storage;  // this warp's
+  T* tensor;
+  int64_t rows;
+  int teams, team;
+
+  // chunk(k) is chunk k of this lane's row, first_row + team.
+  template <class RowShare, class Chunk>
+  __device__ __forceinline__ void write(int64_t first_row, const RowShare& share,
+                                        const Chunk& chunk) const {
+    if constexpr (kVectorized) {
+      T* const row = tensor + (first_row + team) * share.cols;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        if (first_row + team < rows && share.left(k) > 0) {
+          store_pack(row + share.column(k), chunk(k));
+        }
+      }
+    } else {
+      Stage stage(storage, tensor + first_row * share.cols);
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        stage.put(team * share.cols + share.column(k), chunk(k), share.left(k));
+      }
+      const int64_t left = rows - first_row;
+      stage.flush(static_cast<int>(left < teams ? left : teams) * share.cols);
+    }
   }
 };
 

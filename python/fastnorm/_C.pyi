@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
-KernelName = Literal["rows", "cluster", "split"]
+KernelName = Literal["short_rows", "rows", "cluster", "split"]
 WeightGradsName = Literal["none", "fused", "columns"]
 
 def build_info() -> dict[str, Any]: ...

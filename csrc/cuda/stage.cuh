@@ -1,0 +1,66 @@
+// Stores of rows that start anywhere: a warp gathers a span of them in shared memory, laid out as
+// in device memory relative to its 16-byte boundaries, and writes it out in wide accesses.
+#pragma once
+
+#include "numeric.cuh"
+#include "shift.cuh"
+
+namespace fastnorm::cuda {
+
+// A span of at most kCapacity elements of T that one warp writes.
+template <class T, int kCapacity>
+class WarpStage {
+ public:
+  static constexpr int kWide = 16 / static_cast<int>(sizeof(T));  // elements of a wide access
+
+  struct alignas(16) Buffer {
+    T elements[kCapacity + kWide];
+  };
+
+  // `target` is where the span's first element goes.
+  __device__ __forceinline__ WarpStage(Buffer& buffer, T* target)
+      : elements_(buffer.elements),
+        target_(target),
+        shift_(static_cast<int>(reinterpret_cast<uintptr_t>(target) / sizeof(T) % kWide)) {}
+
+  // Puts the first `left` elements of a pack, or all of them, at `position` of the span.
+  template <int kCount>
+  __device__ __forceinline__ void put(int position, const Pack<T, kCount>& pack, int left) {
+    T* const place = elements_ + shift_ + position;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) place[i] = pack.element(i);
+    }
+  }
+
+  // Writes the first `count` elements of the span, once every lane of the warp has put its own.
+  // Every lane must come here; afterwards the buffer is free again.
+  __device__ __forceinline__ void flush(int count) {
+    __syncwarp();
+    const int lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarpSize;
+    const int end = shift_ + (count > 0 ? count : 0);
+    const int first_wide = shift_ == 0 ? 0 : 1;
+    const int end_wide = end / kWide;
+    T* const origin = target_ - shift_;
+#pragma unroll 1
+    for (int i = first_wide + lane; i < end_wide; i += kWarpSize) {
+      *reinterpret_cast<uint4*>(origin + i * kWide) =
+          *reinterpret_cast<const uint4*>(elements_ + i * kWide);
+    }
+    // What is left over before the first boundary and after the last one.
+    const int part = lane / kWide;
+    const int begin = part == 0 ? 0 : end_wide * kWide;
+    const int i = begin + lane % kWide;
+    const bool head = part == 0 && first_wide == 1;
+    const bool tail = part == 1 && end_wide >= first_wide;
+    if ((head || tail) && i >= shift_ && i < end) origin[i] = elements_[i];
+    __syncwarp();
+  }
+
+ private:
+  T* elements_;
+  T* target_;
+  int shift_;  // elements between the 16-byte boundary before the span and the span
+};
+
+}  // namespace fastnorm::cuda
