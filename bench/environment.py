@@ -20,6 +20,11 @@ from bench.providers import PROVIDERS
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def _without_folder(word: str) -> str:
+    """A file's name for its absolute path: where it lies says nothing about the run."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
 def describe(device: torch.device, providers: list[str]) -> dict[str, Any]:
     """The head of a results file."""
     build = fastnorm._C.build_info()
@@ -27,7 +32,7 @@ def describe(device: torch.device, providers: list[str]) -> dict[str, Any]:
     return {
         "schema": "fastnorm-bench-1",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench", *sys.argv[1:]],
+        "command": ["python", "-m", "bench", *(_without_folder(word) for word in sys.argv[1:])],
         "commit": commit,
         "dirty": dirty,
         "fastnorm": build["version"],
