@@ -82,8 +82,9 @@ __device__ __forceinline__ Pack<T, kCount> to_pack(const Granule& granule) {
 
 // Reads the chunks of whole warps' lanes from `row`, whatever its alignment; columns that do not
 // exist are zero. Granules may reach beyond the row, into the bytes before or after it, but not
-// beyond `end`, where the tensor's memory ends. Element by element the forward of 16384 x 4095
-// bfloat16 took 278 us on an H200, in words of four bytes 136 us.
+// beyond `end`, where the tensor's memory ends. Of 16384 x 4095
+// bfloat16 on an H200 the backward takes 243 us so, and 290 us in words of four bytes; the forward
+// 161 us so and 136 us in words: it has yet to gain.
 template <int kChunks, class T, int kColumns, class RowShare>
 __device__ __forceinline__ void load_shifted(Pack<T, kColumns> (&chunks)[kChunks], const T* row,
                                              const RowShare& share, const T* end) {
