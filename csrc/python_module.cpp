@@ -109,7 +109,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
         cuda::plan_forward({rows, cols, x_dtype, aligned}, device, request);
     py::dict result = describe_block(plan);
     result["rows_per_thread"] = plan.rows_per_thread;
-    result["full"] = plan.full;
+    result["shared_bytes"] = plan.shared_bytes;
     return result;
   }
   if (direction != "backward") {

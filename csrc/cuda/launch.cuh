@@ -6,14 +6,24 @@
 
 namespace fastnorm::cuda {
 
+// Dynamic shared memory that a kernel may have without asking: 48 KB less what it has besides.
+constexpr int kDefaultSharedBytes = 44 * 1024;
+
 // Launches and returns the launch's own error. A cluster_size of one is a plain launch.
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster_size,
-                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
+                   int shared_bytes, cudaStream_t stream,
+                   const std::common_type_t<Parameters>&... parameters) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
+  if (shared_bytes > kDefaultSharedBytes) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchAttribute attribute;
   if (cluster_size > 1) {
     attribute.id = cudaLaunchAttributeClusterDimension;

@@ -26,6 +26,17 @@ constexpr int kChunkColumns = kChunkBytes / static_cast<int>(sizeof(X));
 template <class T>
 constexpr bool kIs16Bit = sizeof(T) == 2;
 
+template <class T>
+__device__ __forceinline__ Accumulator<T> widen(T value) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return __bfloat162float(value);
+  } else if constexpr (std::is_same_v<T, Half>) {
+    return __half2float(value);
+  } else {
+    return value;
+  }
+}
+
 // kCount consecutive elements of T (an even number), moved by accesses of up to 16 bytes. 16-bit
 // elements are kept as pairs in 32-bit words and unpacked by hand. As an array of elements the
 // compiler shuffled halves of registers, eight instructions for each element: the forward of 16384

@@ -6,8 +6,6 @@
 namespace fastnorm::cuda {
 namespace {
 
-constexpr int kWarp = 32;
-
 // The fused backward leaves one row of partial sums per block, written and read once in float32. It
 // pays while a block has at least this many rows to spread that over; below, x and dy mostly sit in
 // the L2 cache and reading them twice is cheaper.
@@ -31,7 +29,7 @@ int64_t block_chunks(int chunks_per_thread) {
 bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
-      return false;  // forward only, and chosen there
+      return false;  // of the forward
     case Kernel::kRows:
       return chunks <= block_chunks(chunks_per_thread);
     case Kernel::kCluster:
@@ -70,8 +68,8 @@ int choose_cluster_size(int64_t chunks, int64_t block_chunks, const PlanRequest&
 // warps beyond.
 int choose_threads(int64_t chunks, int chunks_per_thread) {
   const int64_t threads = ceil_div(chunks, chunks_per_thread);
-  return static_cast<int>(threads <= kWarp ? next_power_of_two(threads)
-                                           : ceil_div(threads, kWarp) * kWarp);
+  return static_cast<int>(threads <= kWarpSize ? next_power_of_two(threads)
+                                               : ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
 template <class Plan>
@@ -80,7 +78,7 @@ void shape_cluster(Plan& plan, int64_t chunks, int block_threads, const PlanRequ
   plan.threads_per_row =
       choose_threads(ceil_div(chunks, plan.cluster_size), plan.chunks_per_thread);
   // A row's partial results travel between whole warps.
-  plan.threads_per_row = std::max(plan.threads_per_row, kWarp);
+  plan.threads_per_row = std::max(plan.threads_per_row, kWarpSize);
 }
 
 template <class Plan>
@@ -92,7 +90,7 @@ void shape_segments(Plan& plan, int64_t chunks) {
 void plan_columns(BackwardPlan& plan, int64_t rows, int64_t chunks,
                   const DeviceProperties& device) {
   plan.weight_grads = WeightGrads::kColumns;
-  plan.column_threads = static_cast<int>(std::min<int64_t>(kWarp, next_power_of_two(chunks)));
+  plan.column_threads = static_cast<int>(std::min<int64_t>(kWarpSize, next_power_of_two(chunks)));
   plan.column_rows = kMaxSharedBlock / plan.column_threads;
   plan.column_tiles = ceil_div(chunks, plan.column_threads);
   // Enough blocks to fill the device several times over, but slices of a few rows per thread.
@@ -101,41 +99,101 @@ void plan_columns(BackwardPlan& plan, int64_t rows, int64_t chunks,
   plan.partials = std::max<int64_t>(1, std::min(wanted, sensible));
 }
 
-// A row in one warp or less: at most kShortRowChunks per lane. Blocks have about 4 KB of x, in one
-// row or many: the smallest and most evenly spread reads that still fill the memory's pipeline. On
-// an H200, 131072 x 1024 bfloat16 took 133.7 us in blocks of 4 KB, 136.1 us in blocks of 8 KB;
-// 1048576 x 128 took 134.5 us with 4 chunks per lane, 136.4 us with 1 chunk of 4 rows.
-void shape_short_rows(ForwardPlan& plan, int64_t chunks) {
-  const int64_t lanes = next_power_of_two(ceil_div(chunks, kShortRowChunks));
+// Shared memory that a block can have on a device. Of those that are not known, the least of the
+// newer ones.
+int shared_bytes_of(const DeviceProperties& device) {
+  constexpr int kKilobyte = 1024;
+  switch (device.compute_capability) {
+    case 75:
+      return 64 * kKilobyte;
+    case 80:
+    case 87:
+      return 163 * kKilobyte;
+    case 90:
+    case 100:
+    case 103:
+      return 227 * kKilobyte;
+    default:
+      return 99 * kKilobyte;
+  }
+}
+
+// Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
+// aligned.
+int64_t most_forward_threads(const DeviceProperties& device) {
+  constexpr int kStaticBytes = 2048;  // of the reductions
+  constexpr int kWarpBytes = forward_shared_bytes(kForwardChunks - kRegisterChunks, false);
+  const int64_t room = shared_bytes_of(device) - kStaticBytes;
+  int64_t threads = kMaxThreadsPerRow;
+  while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
+  return threads;
+}
+
+bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device) {
+  switch (kernel) {
+    case Kernel::kShortRows:
+      return chunks <= kWarpSize * kRegisterChunks;
+    case Kernel::kRows:
+      return chunks <= most_forward_threads(device) * kForwardChunks;
+    case Kernel::kCluster:
+      return device.compute_capability >= 90 &&
+             chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
+    case Kernel::kSplit:
+      return true;
+  }
+  return false;
+}
+
+// `uneven`: rows end within a chunk, and so are never aligned.
+Kernel choose_forward_kernel(int64_t chunks, bool uneven, const DeviceProperties& device,
+                             const PlanRequest& request) {
+  if (request.kernel && forward_runs(*request.kernel, chunks, device)) {
+    return *request.kernel;
+  }
+  // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
+  if (chunks <= (uneven ? kWarpSize / 2 : kWarpSize) * kRegisterChunks) return Kernel::kShortRows;
+  for (Kernel kernel : {Kernel::kRows, Kernel::kCluster}) {
+    if (forward_runs(kernel, chunks, device)) return kernel;
+  }
+  return Kernel::kSplit;
+}
+
+// A row in one warp or less. Blocks have about 4 KB of x, in one row or many: the smallest and most
+// evenly spread reads that still fill the memory's pipeline. On an H200, 131072 x 1024 bfloat16
+// took 133.7 us in blocks of 4 KB, 136.1 us in blocks of 8 KB. With two chunks per lane instead of
+// four, accesses to very short rows are less scattered (2097152 x 64: 135 us for 142 us) and rows
+// that end within a chunk have more threads at work (526344 x 255: 200 us for 218 us); rows of 96
+// to 192 columns take 3 % more.
+void shape_short_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
+  const int64_t chunks_per_lane = chunks <= 8 || (uneven && chunks <= 64) ? 2 : 4;
+  const int64_t lanes = next_power_of_two(ceil_div(chunks, chunks_per_lane));
   plan.threads_per_row = static_cast<int>(lanes);
-  plan.chunks_per_thread = lanes == 1 ? static_cast<int>(next_power_of_two(chunks))
-                           : lanes == kWarp && chunks <= 96 ? 3
-                                                            : kShortRowChunks;
-  plan.rows_per_thread = kShortRowChunks / plan.chunks_per_thread;
+  plan.chunks_per_thread = static_cast<int>(std::min(chunks_per_lane, next_power_of_two(chunks)));
+  if (lanes == kWarpSize && chunks > 64 && chunks <= 96) plan.chunks_per_thread = 3;
+  plan.rows_per_thread = kRegisterChunks / plan.chunks_per_thread;
   plan.rows_per_block = kShortRowThreads / plan.threads_per_row * plan.rows_per_thread;
 }
 
-// A row in a block. Few threads with many chunks each win (more loads in flight per thread, fewer
-// threads behind the barrier) unless many of the chunks would not exist.
-void shape_rows(ForwardPlan& plan, int64_t chunks) {
-  const auto threads = [&](int chunks_per_thread) {
-    return ceil_div(ceil_div(chunks, chunks_per_thread), kWarp) * kWarp;
-  };
-  constexpr int kFewChunks = kForwardChunks / 2;
-  const bool few =
-      chunks <= 2 * kWarp * kFewChunks ||
-      10 * threads(kForwardChunks) * kForwardChunks > 11 * threads(kFewChunks) * kFewChunks;
-  plan.chunks_per_thread =
-      few && threads(kFewChunks) <= kMaxThreadsPerRow ? kFewChunks : kForwardChunks;
-  plan.threads_per_row = static_cast<int>(threads(plan.chunks_per_thread));
+// Whole warps for `chunks` chunks.
+int forward_threads(int64_t chunks, int chunks_per_thread) {
+  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
-// Threads of the blocks of a cluster. Small blocks, of which several fit an SM, hide each other's
-// barriers: 2048 x 65536 bfloat16 took 178 us on an H200 with 256 threads, 199 us with 512.
-int forward_cluster_threads(int64_t chunks) {
-  constexpr int kFewThreads = kMaxThreadsPerRow / 2;
-  return chunks <= int64_t{kFewThreads} * kForwardChunks * kMaxClusterSize ? kFewThreads
-                                                                           : kMaxThreadsPerRow;
+// A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
+// holds two blocks.
+void shape_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
+  const int64_t most = uneven ? kWarpSize : kMaxThreadsPerRow;
+  const bool few = chunks <= most * kRegisterChunks;
+  plan.chunks_per_thread = few ? kRegisterChunks : kForwardChunks;
+  plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
+  plan.shared_chunks = few ? 0 : forward_shared_chunks(plan.vectorized);
+}
+
+void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
+  plan.chunks_per_thread = kForwardChunks;
+  plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
+  plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
+  plan.shared_chunks = forward_shared_chunks(plan.vectorized);
 }
 
 }  // namespace
@@ -144,34 +202,36 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
                          const PlanRequest& request) {
   const int64_t columns = chunk_columns(problem.x_dtype);
   const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
+  const bool uneven = problem.cols % columns != 0;
   ForwardPlan plan;
-  const bool forced = request.kernel && runs(*request.kernel, chunks, kForwardChunks, device);
-  plan.kernel = !forced && chunks <= kWarp * kShortRowChunks
-                    ? Kernel::kShortRows
-                    : choose_kernel(chunks, kForwardChunks, device, request);
-  plan.vectorized = problem.aligned && problem.cols % columns == 0;
-  plan.chunks_per_thread = kForwardChunks;
+  plan.kernel = choose_forward_kernel(chunks, uneven, device, request);
+  plan.vectorized = problem.aligned && !uneven;
   switch (plan.kernel) {
     case Kernel::kShortRows:
-      shape_short_rows(plan, chunks);
+      shape_short_rows(plan, chunks, uneven);
       break;
     case Kernel::kRows:
-      shape_rows(plan, chunks);
+      shape_rows(plan, chunks, uneven);
       break;
     case Kernel::kCluster:
-      shape_cluster(plan, chunks, forward_cluster_threads(chunks), request);
+      shape_forward_cluster(plan, chunks, request);
       break;
     case Kernel::kSplit:
+      plan.chunks_per_thread = kForwardChunks;
+      plan.shared_chunks = kForwardChunks - kRegisterChunks;
       shape_segments(plan, chunks);
       break;
   }
-  plan.full = problem.cols == columns * plan.chunks_per_thread * plan.threads_per_row *
-                                  plan.cluster_size * plan.segments;
+  if (plan.kernel == Kernel::kRows || plan.kernel == Kernel::kCluster ||
+      plan.kernel == Kernel::kSplit) {
+    plan.shared_bytes = plan.threads_per_row / kWarpSize *
+                        forward_shared_bytes(plan.shared_chunks, plan.vectorized);
+  }
   plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
   if (plan.kernel == Kernel::kSplit) {
-    // mean, sum of squares and count of each segment
+    // mean and sum of squares of each segment
     plan.workspace_bytes =
-        3 * size_in_bytes(accumulation_dtype(problem.x_dtype)) * problem.rows * plan.segments;
+        2 * size_in_bytes(accumulation_dtype(problem.x_dtype)) * problem.rows * plan.segments;
   }
   return plan;
 }

@@ -3,7 +3,8 @@
 //
 // Words: a *chunk* is 16 bytes of x (8 columns of a 16-bit row) and always belongs to one thread,
 // whatever the row's alignment. A row is held by `threads_per_row` threads of each of
-// `cluster_size` blocks; thread t owns the chunks t, t + threads_per_row, and so on.
+// `cluster_size` blocks. In the forward a warp holds neighbouring chunks and its lane l the chunks
+// l, l + 32, and so on of them; in the backward thread t owns the chunks t, t + threads_per_row.
 //
 // What fixes the order of summation of y and dx (kernel, chunks_per_thread, threads_per_row,
 // cluster_size, segments) depends on the row's width, the dtypes and the device alone, never on the
@@ -24,15 +25,15 @@ struct DeviceProperties {
 
 enum class Kernel : uint8_t {
   kShortRows,  // forward: a row in the registers of a warp or fewer lanes
-  kRows,       // a row in the registers of one block, or in the backward a part of it
-  kCluster,    // a row in the registers of a cluster of blocks (compute capability 9.0 and newer)
+  kRows,       // a row in one block, or in the backward a part of it
+  kCluster,    // a row in a cluster of blocks (compute capability 9.0 and newer)
   kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
 };
 
-// Chunks that a thread of the forward holds at the most: 64 columns of a 16-bit row, 32 of float32;
-// and the most of a row in one warp.
+// Chunks that a thread of the forward holds: in registers, or in long rows, of which some are in
+// shared memory (64 columns of a 16-bit row, 32 of float32).
+constexpr int kRegisterChunks = 4;
 constexpr int kForwardChunks = 8;
-constexpr int kShortRowChunks = 4;
 
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which x, dy, weight and
 // the running dw and db all stay in registers; 32 columns spill.
@@ -41,23 +42,38 @@ constexpr int backward_chunks(DType x_dtype) {
 }
 
 constexpr int kChunkBytes = 16;
+constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
 constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
 constexpr int kShortRowThreads = 64;    // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
 constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
 
+// Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
+// threads.
+constexpr int forward_shared_chunks(bool vectorized) {
+  return kForwardChunks - (vectorized ? 2 : kRegisterChunks);
+}
+
+// Shared memory that a warp of the forward takes: for its chunks that are not in registers, and for
+// a part of a row on its way to or from memory that is not aligned.
+constexpr int forward_shared_bytes(int shared_chunks, bool vectorized) {
+  const int stage = vectorized ? 0 : kRegisterChunks * kWarpSize + 1;
+  return (shared_chunks * kWarpSize + stage) * kChunkBytes;
+}
+
 struct ForwardPlan {
   Kernel kernel = Kernel::kRows;
   int chunks_per_thread = 1;
   int threads_per_row = 1;
   int rows_per_block = 1;
+  int shared_chunks = 0;    // of each thread's, the ones that are not in registers
   int rows_per_thread = 1;  // of which a thread holds its chunks together
   int cluster_size = 1;
   int64_t segments = 1;     // of a row
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
-  bool full = false;        // every thread has all of its chunks, whole
   int64_t blocks = 0;
+  int shared_bytes = 0;  // of each block, for chunks and for rows that are not aligned
   int64_t workspace_bytes = 0;
 };
 

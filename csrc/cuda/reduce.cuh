@@ -15,44 +15,6 @@ __device__ __forceinline__ float quotient(float part, float whole) {
 
 __device__ __forceinline__ double quotient(double part, double whole) { return part / whole; }
 
-// Count, mean and sum of squared differences from the mean of a set of numbers.
-template <class A>
-struct Moments {
-  A mean = 0;
-  A m2 = 0;
-  A count = 0;
-
-  // Chan, Golub and LeVeque's rule for the union of two disjoint sets. Written so that large
-  // differences do not become NaN against an empty set.
-  __device__ __forceinline__ void merge(const Moments& other) {
-    const A total = count + other.count;
-    const A share = total > 0 ? quotient(other.count, total) : A(0);
-    const A delta = other.mean - mean;
-    mean = fma(delta, share, mean);
-    m2 = m2 + fma(delta * count, delta * share, other.m2);
-    count = total;
-  }
-
-  // The same for two sets of equal size, of which `half_count` is half; symmetric to the last bit.
-  __device__ __forceinline__ void merge_equal(A other_mean, A other_m2, A half_count) {
-    const A delta = other_mean - mean;
-    mean = fma(A(0.5), other_mean, A(0.5) * mean);
-    m2 = fma(delta * delta, half_count, m2 + other_m2);
-    count += count;
-  }
-
-  __device__ __forceinline__ Moments shuffle_down(int offset, int width) const {
-    return {__shfl_down_sync(kAllLanes, mean, offset, width),
-            __shfl_down_sync(kAllLanes, m2, offset, width),
-            __shfl_down_sync(kAllLanes, count, offset, width)};
-  }
-
-  __device__ __forceinline__ Moments broadcast(int width) const {
-    return {__shfl_sync(kAllLanes, mean, 0, width), __shfl_sync(kAllLanes, m2, 0, width),
-            __shfl_sync(kAllLanes, count, 0, width)};
-  }
-};
-
 // The two row sums of the backward: of xhat * wdy and of wdy.
 template <class A>
 struct Sums {
@@ -87,18 +49,6 @@ template <class Value>
 __device__ __forceinline__ Value reduce_warp(Value value) {
   reduce_lanes(value, kWarpSize);
   return value.broadcast(kWarpSize);
-}
-
-// The same for lanes that each have the moments of equally many numbers: a third of the
-// instructions, for there are no counts to shuffle and to divide by.
-template <class A>
-__device__ __forceinline__ Moments<A> reduce_warp_equal(Moments<A> value) {
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    value.merge_equal(__shfl_xor_sync(kAllLanes, value.mean, offset),
-                      __shfl_xor_sync(kAllLanes, value.m2, offset), A(0.5) * value.count);
-  }
-  return value;
 }
 
 // The sums over kWidth neighbouring lanes (a power of two), the same in all of them; several at a
@@ -181,14 +131,6 @@ __device__ __forceinline__ void store_remote(double* target, double value, int r
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
   asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
 #endif
-}
-
-template <class A>
-__device__ __forceinline__ void store_remote(Moments<A>* target, const Moments<A>& value,
-                                             int rank) {
-  store_remote(&target->mean, value.mean, rank);
-  store_remote(&target->m2, value.m2, rank);
-  store_remote(&target->count, value.count, rank);
 }
 
 template <class A>

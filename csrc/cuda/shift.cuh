@@ -6,7 +6,6 @@
 
 namespace fastnorm::cuda {
 
-constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // A granule, or a chunk that fills one.

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kFinishColumns* kFinishRows)
 template <class A>
 cudaError_t finish_weight_grads(const FinishParameters<A>& p, cudaStream_t stream) {
   return launch(finish_kernel<A>, (p.cols + kFinishColumns - 1) / kFinishColumns,
-                dim3(kFinishColumns, kFinishRows), 1, stream, p);
+                dim3(kFinishColumns, kFinishRows), 1, 0, stream, p);
 }
 
 template cudaError_t finish_weight_grads<float>(const FinishParameters<float>&, cudaStream_t);

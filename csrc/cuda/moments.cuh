@@ -1,0 +1,136 @@
+// Mean and sum of squared differences from it, of the chunks of a thread and of a row's threads.
+#pragma once
+
+#include "reduce.cuh"
+
+namespace fastnorm::cuda {
+
+// The mean of 2, 4 or 8 numbers, as a tree: exact where all of them are equal, and safe from
+// overflow, for they are divided first.
+template <class A, int kCount>
+__device__ __forceinline__ A tree_mean(A (&values)[kCount]) {
+  constexpr A kShare = A(1.0 / kCount);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    values[i] = fma(values[i], kShare, values[i + kCount / 2] * kShare);
+  }
+#pragma unroll
+  for (int stride = kCount / 4; stride > 0; stride /= 2) {
+#pragma unroll
+    for (int i = 0; i < stride; ++i) values[i] += values[i + stride];
+  }
+  return values[0];
+}
+
+// Of a thread's first `count` columns.
+template <class A>
+struct ThreadMoments {
+  A mean = 0;
+  A m2 = 0;
+  A count = 0;
+
+  // Adds the thread's chunk k, after those before it, if it exists: two passes over the chunk, then
+  // Chan, Golub and LeVeque's rule, whose quotients are constants.
+  template <class X, int kColumns>
+  __device__ __forceinline__ void add_chunk(int k, const Pack<X, kColumns>& chunk, bool exists) {
+    A values[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) values[i] = chunk.template get<A>(i);
+    const A chunk_mean = tree_mean(values);
+    A sum = k == 0 ? A(0) : m2;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const A delta = chunk.template get<A>(i) - chunk_mean;
+      sum = fma(delta, delta, sum);
+    }
+    const A delta = chunk_mean - mean;
+    const A new_mean = k == 0 ? chunk_mean : fma(delta, A(1.0 / (k + 1)), mean);
+    const A new_m2 = k == 0 ? sum : fma(delta * delta, A(double(kColumns) * k / (k + 1)), sum);
+    mean = exists ? new_mean : mean;
+    m2 = exists ? new_m2 : m2;
+    count = exists ? A(kColumns * (k + 1)) : count;
+  }
+
+  // Adds one more column.
+  __device__ __forceinline__ void add(A value) {
+    const A delta = value - mean;
+    const A share = quotient(A(1), count + 1);
+    mean = fma(delta, share, mean);
+    m2 = fma(delta * delta, count * share, m2);
+    count += 1;
+  }
+};
+
+// Of a set of columns whose number is known from elsewhere.
+template <class A>
+struct SetMoments {
+  A mean = 0;
+  A m2 = 0;
+};
+
+// The moments of the union of the sets of kWidth neighbouring lanes (a power of two), in all of
+// them; the first lane's set is not empty. Two passes over the sets' means: no division by counts,
+// and equal means leave no variance.
+template <int kWidth, class A>
+__device__ __forceinline__ SetMoments<A> merge_lanes(const SetMoments<A>& set, A count,
+                                                     A inverse_total) {
+  const A reference = __shfl_sync(kAllLanes, set.mean, 0, kWidth);
+  A values[] = {(count * inverse_total) * (set.mean - reference)};
+  sum_lanes<kWidth>(values);
+  const A mean = reference + values[0];
+  const A delta = set.mean - mean;
+  values[0] = fma(count * delta, delta, set.m2);
+  sum_lanes<kWidth>(values);
+  return {mean, values[0]};
+}
+
+// How many of `columns` columns, `size` to each set, are in set `index`; as a float, for it is
+// multiplied with.
+template <class A>
+__device__ __forceinline__ A columns_of_set(int columns, int size, int index) {
+  const A left = static_cast<A>(columns - index * size);
+  return fmax(A(0), fmin(left, static_cast<A>(size)));
+}
+
+// The moments of `columns` columns, cut into sets of `size` but for the last one, in every lane of
+// the calling warp. At most 32 sets.
+template <class A>
+__device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, int columns,
+                                                    int size, A inverse_columns) {
+  const int lane = threadIdx.x % kWarpSize;
+  const auto merge = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    const int index = lane % kWidth;
+    const A count = columns_of_set<A>(columns, size, index);
+    return merge_lanes<kWidth>(count > 0 ? sets[index] : SetMoments<A>(), count, inverse_columns);
+  };
+  if (columns <= size) return sets[0];
+  if (columns <= 8 * size) return merge(std::integral_constant<int, 8>());
+  return merge(std::integral_constant<int, kWarpSize>());
+}
+
+// The same for any number of sets.
+template <class A>
+__device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* sets, int64_t number,
+                                                         int64_t columns, int64_t size,
+                                                         A inverse_columns) {
+  const auto share = [&](int64_t i) {
+    return static_cast<A>(i + 1 < number ? size : columns - i * size) * inverse_columns;
+  };
+  const A reference = sets[0].mean;
+  A values[] = {0};
+  for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
+    values[0] = fma(share(i), sets[i].mean - reference, values[0]);
+  }
+  sum_lanes<kWarpSize>(values);
+  const A mean = reference + values[0];
+  values[0] = 0;
+  for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
+    const A delta = sets[i].mean - mean;
+    values[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
+  }
+  sum_lanes<kWarpSize>(values);
+  return {mean, values[0]};
+}
+
+}  // namespace fastnorm::cuda

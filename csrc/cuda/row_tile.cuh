@@ -1,0 +1,225 @@
+// A warp's span of one row of the forward: read once, kept packed, written normalized.
+#pragma once
+
+#include "moments.cuh"
+#include "span.cuh"
+
+namespace fastnorm::cuda {
+
+// y of one chunk.
+template <class Y, class A, class X, class W, int kColumns>
+__device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x, A mean, A rstd,
+                                                       const Pack<W, kColumns>& weight,
+                                                       const Pack<W, kColumns>& bias) {
+  Pack<Y, kColumns> y;
+  const auto value = [&](int i) {
+    const A xhat = (x.template get<A>(i) - mean) * rstd;
+    return fma(xhat, weight.template get<A>(i), bias.template get<A>(i));
+  };
+#pragma unroll
+  for (int i = 0; i < kColumns; i += 2) y.set_pair(i, value(i), value(i + 1));
+  return y;
+}
+
+// Copies 16 bytes to shared memory; the thread that asked for them may read them after
+// wait_for_copies.
+__device__ __forceinline__ void start_copy(uint4* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  const auto target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
+#else
+  *shared = *static_cast<const uint4*>(global);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
+// room for the threads, and the bytes on their way, that it takes.
+template <class X, int kChunks, int kShared, bool kVectorized>
+class RowTile {
+ public:
+  using A = Accumulator<X>;
+  using RowSpan = Span<X, kChunks>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  static constexpr int kRegisters = kChunks - kShared;
+  static constexpr int kStaged = kRegisterChunks;  // chunks that pass through the stage together
+  using Stage = SpanStage<kStaged>;
+  // Of shared memory, for each warp.
+  static constexpr int kGranules = kShared * kWarpSize + (kVectorized ? 0 : Stage::kGranules);
+  static_assert(kGranules * kChunkBytes == forward_shared_bytes(kShared, kVectorized));
+
+  // `shared` is the block's dynamic shared memory.
+  __device__ __forceinline__ RowTile(uint4* shared, const RowSpan& span)
+      : span_(span),
+        shared_(shared + threadIdx.x / kWarpSize * kGranules + span.lane),
+        stage_{shared + threadIdx.x / kWarpSize * kGranules + kShared * kWarpSize} {}
+
+  // Reads the span of a row; `end` is the end of the tensor's memory.
+  __device__ __forceinline__ void load(const X* row, const X* end) {
+    if constexpr (kVectorized) {
+#pragma unroll
+      for (int k = kRegisters; k < kChunks; ++k) {
+        if (span_.has(k)) start_copy(shared_chunk(k), row + span_.column(k));
+      }
+#pragma unroll
+      for (int k = 0; k < kRegisters; ++k) {
+        registers_[k] = load_wide<X, kColumns>(row + span_.column(k), span_.has(k));
+      }
+    } else {
+      if (span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
+#pragma unroll
+      for (int first = 0; first < kChunks; first += kStaged) {
+        if (columns_from(first) <= 0) continue;
+        Pack<X, kColumns> chunks[kStaged];
+        stage_.load(chunks, row + span_.begin + first * kWarpSize * kColumns,
+                    min(columns_from(first), kStaged * kWarpSize * kColumns), end);
+#pragma unroll
+        for (int j = 0; j < kStaged; ++j) {
+          if (first + j < kRegisters) {
+            registers_[first + j] = chunks[j];
+          } else {
+            store_granule(shared_chunk(first + j), to_granule(chunks[j]));
+          }
+        }
+      }
+    }
+  }
+
+  // Before anything is made of chunks that have been read.
+  static __device__ __forceinline__ void wait() {
+    if constexpr (kVectorized) wait_for_copies();
+  }
+
+  // The moments of the span, in every lane of the warp; none for a span without columns.
+  __device__ __forceinline__ SetMoments<A> moments() const {
+    ThreadMoments<A> thread;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (k == kRegisters) wait();
+      thread.add_chunk(k, chunk(k), span_.has(k));
+    }
+    if constexpr (!kVectorized) {
+      if (span_.lane < span_.tail()) thread.add(widen(tail_));
+    }
+    A inverse = A(1.0 / RowSpan::kSize);
+    if (!span_.whole()) inverse = span_.cols > 0 ? quotient(A(1), A(span_.cols)) : A(0);
+    return merge_lanes<kWarpSize>(SetMoments<A>{thread.mean, thread.m2}, thread.count, inverse);
+  }
+
+  // Writes y. A missing weight is one and a missing bias zero.
+  template <class Y, class W>
+  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight,
+                                        const W* bias) const {
+    const bool plain = weight != nullptr && bias != nullptr &&
+                       (kVectorized || (is_aligned(weight) && is_aligned(bias)));
+    if (plain) {
+      write(
+          row, mean, rstd,
+          [&](int column) {
+            return Affine<W>{load_wide<W, kColumns>(weight + column, true),
+                             load_wide<W, kColumns>(bias + column, true)};
+          },
+          weight, bias);
+    } else {
+      write(
+          row, mean, rstd,
+          [&](int column) {
+            return Affine<W>{load_parameter(weight, column, A(1)),
+                             load_parameter(bias, column, A(0))};
+          },
+          weight, bias);
+    }
+  }
+
+ private:
+  template <class W>
+  struct Affine {
+    Pack<W, kColumns> weight, bias;
+  };
+
+  RowSpan span_;
+  uint4* shared_;
+  Stage stage_;
+  Pack<X, kColumns> registers_[kRegisters];
+  X tail_;
+
+  __device__ __forceinline__ uint4* shared_chunk(int k) const {
+    return shared_ + (k - kRegisters) * kWarpSize;
+  }
+
+  __device__ __forceinline__ Pack<X, kColumns> chunk(int k) const {
+    if (k < kRegisters) return registers_[k];
+    return to_pack<X, kColumns>(load_granule(shared_chunk(k)));
+  }
+
+  // Columns of the row from chunk k of the first lane on.
+  __device__ __forceinline__ int columns_from(int k) const {
+    return span_.cols - k * kWarpSize * kColumns;
+  }
+
+  template <class W>
+  static __device__ __forceinline__ bool is_aligned(const W* parameters) {
+    return reinterpret_cast<uintptr_t>(parameters) % alignof(Pack<W, kColumns>) == 0;
+  }
+
+  template <class W>
+  static __device__ __forceinline__ Pack<W, kColumns> load_parameter(const W* parameters,
+                                                                     int column, A absent) {
+    if (kVectorized || parameters == nullptr || is_aligned(parameters)) {
+      return load_wide<W, kColumns>(parameters + column, parameters != nullptr, absent);
+    }
+    return load_unaligned<W, kColumns>(parameters + column, kColumns);
+  }
+
+  // `affine` loads weight and bias of the chunk at a column.
+  template <class Y, class W, class Load>
+  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const Load& affine, const W* weight,
+                                        const W* bias) const {
+    const auto y = [&](int k) {
+      const Affine<W> parameters = affine(span_.column(k));
+      return normalize<Y>(chunk(k), mean, rstd, parameters.weight, parameters.bias);
+    };
+    if constexpr (kVectorized) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        if (span_.has(k)) store_pack(row + span_.column(k), y(k));
+      }
+    } else {
+      // Chunks of y that fit the stage together.
+      constexpr int kGroup = sizeof(Y) > sizeof(X) ? kStaged * sizeof(X) / sizeof(Y) : kStaged;
+      constexpr int kGroupColumns = kGroup * kWarpSize * kColumns;
+#pragma unroll
+      for (int first = 0; first < kChunks; first += kGroup) {
+        const int cols = columns_from(first);
+        if (cols <= 0) continue;
+        stage_.open();
+#pragma unroll
+        for (int k = first; k < first + kGroup; ++k) {
+          Y* const place =
+              stage_.template element<Y>(((k - first) * kWarpSize + span_.lane) * kColumns);
+          if (span_.has(k)) store_pack(place, y(k));
+        }
+        const int tail = span_.cols - span_.tail() + span_.lane - first * kWarpSize * kColumns;
+        if (span_.lane < span_.tail() && tail < kGroupColumns && tail >= 0) {
+          const int column = span_.tail_column();
+          const auto parameter = [&](const W* parameters, A absent) {
+            return parameters == nullptr ? absent : A(widen(parameters[column]));
+          };
+          const A xhat = (widen(tail_) - mean) * rstd;
+          const A value = fma(xhat, parameter(weight, A(1)), parameter(bias, A(0)));
+          Pack<Y, 2> pair;
+          pair.set_pair(0, value, value);
+          *stage_.template element<Y>(tail) = pair.element(0);
+        }
+        stage_.store(row + span_.begin + first * kWarpSize * kColumns, min(cols, kGroupColumns));
+      }
+    }
+  }
+};
+
+}  // namespace fastnorm::cuda
