@@ -315,7 +315,8 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   // Blocks that an SM holds at the least, of 512 threads (384 where chunks are in registers alone):
   // fewer where more registers are needed.
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
-  constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kEarlyParameters<X, W> ? 2 : 1);
+  constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+  constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
   constexpr int kShared = forward_shared_chunks(kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
