@@ -48,6 +48,7 @@ constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
     {"short_rows", cuda::Kernel::kShortRows},
     {"rows", cuda::Kernel::kRows},
     {"cluster", cuda::Kernel::kCluster},
+    {"ring", cuda::Kernel::kRing},
     {"split", cuda::Kernel::kSplit}};
 constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
     {"none", cuda::WeightGrads::kNone},
@@ -98,8 +99,8 @@ py::dict describe_block(const Plan& plan) {
 }
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
-              bool aligned, bool dx, bool dw_db, int sm_count, int compute_capability,
-              const std::optional<std::string>& kernel,
+              bool aligned, bool dx, bool dw_db, bool one_dtype, int sm_count,
+              int compute_capability, const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
   const cuda::DeviceProperties device{sm_count, compute_capability};
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
@@ -117,7 +118,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
                                 direction + "'");
   }
   const cuda::BackwardPlan plan =
-      cuda::plan_backward({rows, cols, x_dtype, aligned, dx, dw_db}, device, request);
+      cuda::plan_backward({rows, cols, x_dtype, aligned, dx, dw_db, one_dtype}, device, request);
   py::dict result = describe_block(plan);
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
@@ -136,9 +137,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &fastnorm::build_info, "What this library was built from and for.");
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
-        py::arg("dw_db") = true, py::arg("sm_count") = 132, py::arg("compute_capability") = 90,
-        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
-        py::arg("cluster_size") = py::none(),
+        py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("sm_count") = 132,
+        py::arg("compute_capability") = 90, py::arg("kernel") = py::none(),
+        py::arg("weight_grads") = py::none(), py::arg("cluster_size") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.cuda
 
 KERNELS = ["rows", "cluster", "split"]
 FORWARD_KERNELS = ["short_rows", *KERNELS]
+BACKWARD_KERNELS = ["ring", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
     (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
@@ -62,8 +63,8 @@ def _plan(
 
 
 def _skip_without_clusters(kernel: str) -> None:
-    if kernel == "cluster" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("clusters need compute capability 9.0")
+    if kernel in ("cluster", "ring") and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
 
 
 def _arguments(rows: int, cols: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,7 +111,7 @@ def test_forced_forward_kernels(
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8])
 @pytest.mark.parametrize("weight_grads", ["fused", "columns"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
 def test_forced_backward_kernels(
     force: Callable[..., None],
     kernel: str,
@@ -119,17 +120,19 @@ def test_forced_backward_kernels(
     dtype: torch.dtype,
 ) -> None:
     _skip_without_clusters(kernel)
-    if kernel != "cluster" and cluster_size > 2:
+    if kernel == "ring" and dtype == torch.float64:
+        pytest.skip("the ring has no float64")
+    if kernel not in ("cluster", "ring") and cluster_size > 2:
         pytest.skip("only a cluster has a size")
     if (kernel, weight_grads) == ("split", "fused"):
         pytest.skip("a row that is cut has no fused sums")
     request: dict[str, Any] = {"kernel": kernel, "weight_grads": weight_grads}
-    if kernel == "cluster":
-        request["cluster_size"] = cluster_size
+    if kernel == "cluster" or (kernel == "ring" and cluster_size > 2):
+        request["cluster_size"] = cluster_size  # the ring of one block, otherwise
     force(**request)
     ran = 0
     # Also many rows: persistent blocks then work on several, the last one on none.
-    for rows, cols in (*SHAPES, (20_011, 24), (5003, 1000)):
+    for rows, cols in (*SHAPES, (20_011, 24), (5003, 1000), (3001, 768), (2003, 5120)):
         plan = _plan("backward", rows, cols, dtype, **request)
         if (plan["kernel"], plan["weight_grads"]) != (kernel, weight_grads):
             continue
@@ -167,7 +170,7 @@ def test_forced_kernels_with_mixed_dtypes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
 def test_forced_kernels_do_not_depend_on_the_batch(
     force: Callable[..., None], kernel: str, dtype: torch.dtype
 ) -> None:
@@ -387,7 +390,7 @@ SANITIZER_SHAPES = [(5, 1), (3, 7), (9, 33), (130, 24), (3, 255), (2, 1027), (33
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("weight_grads", ["fused", "columns"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
 def test_small_shapes_for_the_sanitizer(
     force: Callable[..., None], kernel: str, weight_grads: str, dtype: torch.dtype
 ) -> None:

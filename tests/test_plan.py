@@ -11,6 +11,7 @@ from fastnorm import _C
 
 CHUNK_BYTES = 16
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+SMALL = ["float32", "float16", "bfloat16"]
 DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
 SUMMATION = ("kernel", "chunks_per_thread", "threads_per_row", "cluster_size", "segments")
@@ -125,8 +126,15 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
         assert plan["cluster_size"] in (1, 2, 4, 8), where
-        assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
-        assert plan["kernel"] != "cluster" or gpu[1] >= 90, where
+        if plan["kernel"] != "ring":
+            assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
+        assert plan["kernel"] not in ("cluster", "ring") or gpu[1] >= 90, where
+        if plan["kernel"] == "ring":
+            assert direction == "backward", where
+            assert dtype != "float64", where
+            assert threads * plan["rows_per_block"] % 32 == 0, "whole warps"
+            assert plan["cluster_size"] == 1 or plan["rows_per_block"] == 1, where
+            assert plan["cluster_size"] == 1 or threads % 32 == 0, where
         assert plan["kernel"] != "cluster" or threads % 32 == 0, where
         assert plan["kernel"] != "cluster" or plan["rows_per_block"] == 1, where
         assert (plan["segments"] > 1) <= (plan["kernel"] == "split"), where
@@ -138,10 +146,16 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
     [("bfloat16", 8_192), ("float16", 8_192), ("float32", 8_192), ("float64", 4_096)],
 )
 def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
-    """A row that fits a block stays in it; up to eight times that, in a cluster; then it is cut."""
+    """A row that fits a block stays in it; up to eight times that, in a cluster; then it is cut.
+    Where the ring does not run: a grad_out of another dtype.
+    """
 
     def kernel(cols: int, capability: int) -> str:
-        return _C.plan("backward", 1000, cols, dtype, compute_capability=capability)["kernel"]
+        plan = _C.plan(
+            "backward", 1000, cols, dtype, one_dtype=False, compute_capability=capability
+        )
+        return plan["kernel"]
+
 
     for capability in (90, 100, 120):
         assert kernel(1, capability) == kernel(block, capability) == "rows"
@@ -150,6 +164,39 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
     for capability in (75, 80, 86, 89):
         assert kernel(block, capability) == "rows"
         assert kernel(block + 1, capability) == "split"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_widths_of_the_ring(dtype: str) -> None:
+    """The backward's kernel, as far as eight blocks hold the row."""
+    widest = 98_304 if SIZES[dtype] == 2 else 65_536
+
+    def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
+        return _C.plan(
+            "backward", 1000, cols, dtype, compute_capability=capability, **request
+        )
+
+    for cols in (2, 7, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, 65_536, widest):
+        assert plan(cols)["kernel"] == plan(cols, 100)["kernel"] == "ring"
+        assert plan(cols, 80)["kernel"] != "ring"
+        assert plan(cols, one_dtype=False)["kernel"] != "ring"
+        for size in (1, 2, 4, 8):
+            forced = plan(cols, cluster_size=size)
+            assert forced["kernel"] == "ring"
+            assert forced["cluster_size"] >= size
+            assert capacity(forced, dtype) >= cols
+    assert plan(widest + 1)["kernel"] == "split"
+    assert plan(1)["kernel"] == "rows"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
+    """Of 128 MB of x and more at most 8 percent."""
+    for cols in (64, 768, 1024, 4096, 8192, 32_768, 65_536):
+        rows = 2**27 // (cols * SIZES[dtype])
+        plan = _C.plan("backward", rows, cols, dtype)
+        assert plan["weight_grads"] == "fused"
+        assert plan["workspace_bytes"] <= 0.08 * 2**27
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -191,12 +238,16 @@ def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: s
         chosen = _C.plan(direction, 77, cols, dtype, compute_capability=capability)
         forced = _C.plan(direction, 77, cols, dtype, compute_capability=capability, kernel=kernel)
         assert capacity(forced, dtype) >= cols
-        if kernel == "split" or (kernel == "cluster" and chosen["kernel"] != "split"
-                                 and capability >= 90):  # fmt: skip
+        if kernel == "split":
             assert forced["kernel"] == kernel
         elif kernel == "rows" and chosen["kernel"] == "rows":
             assert forced == chosen
         elif kernel == "rows" and chosen["kernel"] == "short_rows":
+            assert forced["kernel"] == kernel
+        elif chosen["kernel"] == "ring":
+            held = 8192 if kernel == "rows" else 65_536
+            assert forced["kernel"] == (kernel if cols <= held else "ring")
+        elif kernel == "cluster" and chosen["kernel"] != "split" and capability >= 90:
             assert forced["kernel"] == kernel
         elif kernel == "rows" or capability < 90:
             assert forced["kernel"] == chosen["kernel"], "passed over where it cannot run"

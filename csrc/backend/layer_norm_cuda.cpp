@@ -83,10 +83,10 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
     if (dw.defined()) dw.zero_();
     if (db.defined()) db.zero_();
   } else if (args.cols > 0 && (args.dx || args.dw || args.db)) {
-    const cuda::BackwardPlan plan =
-        cuda::plan_backward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args),
-                             args.dx != nullptr, args.dw != nullptr || args.db != nullptr},
-                            properties_of(input.device()), forced_plan());
+    const cuda::BackwardPlan plan = cuda::plan_backward(
+        {args.rows, args.cols, args.x_dtype, cuda::is_aligned(args), args.dx != nullptr,
+         args.dw != nullptr || args.db != nullptr, args.dy_dtype == args.x_dtype},
+        properties_of(input.device()), forced_plan());
     const at::Tensor workspace = make_workspace(plan.workspace_bytes, input);
     C10_CUDA_CHECK(cuda::backward(args, plan, workspace_data(workspace),
                                   c10::cuda::getCurrentCUDAStream().stream()));

@@ -11,6 +11,7 @@
 #include "launch.cuh"
 #include "pieces.cuh"
 #include "reduce.cuh"
+#include "ring.cuh"
 #include "tile.cuh"
 #include "weight_grads.cuh"
 
@@ -290,12 +291,13 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
                       cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const auto launch_rows = [&](auto kernel) {
-    return launch(kernel, plan.blocks, threads, plan.cluster_size, 0, stream, p);
+    return launch(kernel, plan.blocks, threads, plan.cluster_size, stream, p);
   };
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {
-    case Kernel::kShortRows:
-      return cudaErrorInvalidValue;  // of the forward alone
+    case Kernel::kShortRows:  // of the forward alone
+    case Kernel::kRing:       // launched elsewhere
+      return cudaErrorInvalidValue;
     case Kernel::kRows:
       return launch_rows(fused ? backward_rows<X, DY, W, true, false, kVectorized>
                                : backward_rows<X, DY, W, false, false, kVectorized>);
@@ -311,6 +313,47 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
   return cudaErrorInvalidValue;
 }
 
+// dx from the ring, and with kFused the partial sums of dw and db.
+template <class X>
+cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan,
+                        Accumulator<X>* dw_partials, Accumulator<X>* db_partials,
+                        cudaStream_t stream) {
+  if constexpr (std::is_same_v<X, double>) {
+    return cudaErrorInvalidValue;
+  } else {
+    RingParameters<X> p;
+    p.rows = args.rows;
+    p.cols = args.cols;
+    p.x = static_cast<const X*>(args.x);
+    p.x_row_stride = args.x_row_stride;
+    p.x_end = p.x + (args.rows - 1) * args.x_row_stride + args.cols;
+    p.dy = static_cast<const X*>(args.dy);
+    p.dy_row_stride = args.dy_row_stride;
+    p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;
+    p.mean = static_cast<const float*>(args.mean);
+    p.rstd = static_cast<const float*>(args.rstd);
+    p.weight = args.weight;
+    p.weight_dtype = args.weight_dtype;
+    p.dx = static_cast<X*>(args.dx);
+    const bool fused = plan.weight_grads == WeightGrads::kFused;
+    p.dw_partials = fused ? dw_partials : nullptr;
+    p.db_partials = fused ? db_partials : nullptr;
+    const bool several_warps = plan.cluster_size > 1 || plan.threads_per_row > kWarpSize;
+    p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
+    p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
+    p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
+    p.cluster_size = plan.cluster_size;
+    constexpr int kFew = ring_chunks(sizeof(X) == 2)[0], kMany = ring_chunks(sizeof(X) == 2)[1];
+    const auto launch_chunks = [&](auto chunks) {
+      constexpr int kChunks = decltype(chunks)::value;
+      return plan.vectorized ? launch_ring<X, kChunks, true>(p, plan, stream)
+                             : launch_ring<X, kChunks, false>(p, plan, stream);
+    };
+    return plan.chunks_per_thread == kFew ? launch_chunks(std::integral_constant<int, kFew>())
+                                          : launch_chunks(std::integral_constant<int, kMany>());
+  }
+}
+
 // Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The
 // workspace holds the partial sums of dw, those of db, then the segments' sums.
 template <class X>
@@ -323,7 +366,12 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
   return visit_other<X>(args.dy_dtype, [&](auto dy_type) {
     using DY = typename decltype(dy_type)::type;
     cudaError_t error = cudaSuccess;
-    if (plan.dx) {
+    if (plan.dx && plan.kernel == Kernel::kRing) {
+      error = cudaErrorInvalidValue;
+      if constexpr (std::is_same_v<X, DY>) {
+        error = launch_ring<DY>(args, plan, dw_partials, db_partials, stream);
+      }
+    } else if (plan.dx) {
       error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {
         using W = typename decltype(parameter_type)::type;
         BackwardParameters<X, DY, W> p;

@@ -310,7 +310,15 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
                            cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block / plan.rows_per_thread);
   const auto launch_rows = [&](auto kernel) {
-    return launch(kernel, plan.blocks, threads, plan.cluster_size, plan.shared_bytes, stream, p);
+    // More shared memory than 48 KB, the kernel's own included, has to be asked for.
+    constexpr int kFreeBytes = 44 * 1024;
+    if (plan.shared_bytes > kFreeBytes) {
+      const cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+      if (error != cudaSuccess) return error;
+    }
+    return launch_dynamic(kernel, plan.blocks, threads, plan.cluster_size, plan.shared_bytes,
+                          stream, p);
   };
   // Blocks that an SM holds at the least, of 512 threads (384 where chunks are in registers alone):
   // fewer where more registers are needed.

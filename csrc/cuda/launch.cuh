@@ -6,30 +6,49 @@
 
 namespace fastnorm::cuda {
 
-// Dynamic shared memory that a kernel may have without asking: 48 KB less what it has besides.
-constexpr int kDefaultSharedBytes = 44 * 1024;
-
 // Launches and returns the launch's own error. A cluster_size of one is a plain launch.
+// `shared_bytes`: dynamic shared memory of a block.
 template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster_size,
-                   int shared_bytes, cudaStream_t stream,
-                   const std::common_type_t<Parameters>&... parameters) {
+cudaError_t launch_dynamic(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
+                           int cluster_size, int shared_bytes, cudaStream_t stream,
+                           const std::common_type_t<Parameters>&... parameters) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = threads;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  if (shared_bytes > kDefaultSharedBytes) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
   cudaLaunchAttribute attribute;
   if (cluster_size > 1) {
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(cluster_size);
     attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+template <class... Parameters>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster_size,
+                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
+  return launch_dynamic(kernel, blocks, threads, cluster_size, 0, stream, parameters...);
+}
+
+// Launches a kernel that may start while the one before it in the stream still runs: it must wait
+// for that one itself (wait_for_previous_kernel). `overlap`: whether the device can do so.
+template <class... Parameters>
+cudaError_t launch_overlapping(bool overlap, void (*kernel)(Parameters...), dim3 blocks,
+                               dim3 threads, cudaStream_t stream,
+                               const std::common_type_t<Parameters>&... parameters) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  if (overlap) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &attribute;
     config.numAttrs = 1;
   }

@@ -29,7 +29,8 @@ int64_t block_chunks(int chunks_per_thread) {
 bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
-      return false;  // of the forward
+    case Kernel::kRing:
+      return false;  // of one direction, and chosen there
     case Kernel::kRows:
       return chunks <= block_chunks(chunks_per_thread);
     case Kernel::kCluster:
@@ -118,6 +119,77 @@ int shared_bytes_of(const DeviceProperties& device) {
   }
 }
 
+// How the ring holds a row: `chunks` per thread, `threads` of each block of a cluster.
+struct RingShape {
+  int chunks = 0, threads = 0, cluster_size = 1;
+};
+
+// The shape that leaves the fewest lanes idle, in rows too short for them or in warps of a block
+// that hold no row; the smaller of equals.
+std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
+                                    const PlanRequest& request) {
+  constexpr int kRingBytes = 227 * 1024;
+  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
+      !problem.one_dtype || problem.x_dtype == DType::kFloat64) {
+    return std::nullopt;
+  }
+  constexpr int kWarps = kRingThreads / kWarpSize;
+  const int64_t chunks =
+      std::max<int64_t>(1, ceil_div(problem.cols, chunk_columns(problem.x_dtype)));
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  int least_cluster = 1;
+  if (request.cluster_size && *request.cluster_size <= kMaxClusterSize) {
+    least_cluster = static_cast<int>(next_power_of_two(std::max(1, *request.cluster_size)));
+  }
+  std::optional<RingShape> best;
+  double best_use = 0;
+  for (int cluster_size = least_cluster; cluster_size <= kMaxClusterSize; cluster_size *= 2) {
+    for (int i = 0; i < 2; ++i) {
+      const int per_thread = ring_chunks(is_16_bit)[i];
+      const int64_t lanes = ceil_div(chunks, int64_t{per_thread} * cluster_size);
+      RingShape shape{per_thread, 0, cluster_size};
+      double warps_used = 1;
+      if (cluster_size == 1 && lanes <= kWarpSize) {
+        shape.threads = static_cast<int>(next_power_of_two(lanes));
+      } else {
+        const int64_t warps = ceil_div(lanes, kWarpSize);
+        if (warps > kWarps) continue;
+        shape.threads = static_cast<int>(warps * kWarpSize);
+        const int64_t groups = cluster_size == 1 ? kWarps / warps : 1;
+        warps_used = static_cast<double>(warps * groups) / kWarps;
+      }
+      const double lanes_used = static_cast<double>(chunks) /
+                                (static_cast<double>(shape.threads) * per_thread * cluster_size);
+      const double use = lanes_used * warps_used;
+      if (use > best_use * 1.01) {
+        best_use = use;
+        best = shape;
+      }
+    }
+    if (best) break;  // larger clusters only where smaller ones cannot hold the row
+  }
+  return best;
+}
+
+// The ring's blocks and, for each, the rows it works on at a time.
+// Fewer blocks than multiprocessors: each GPC has its own path to memory, GPCs have different
+// numbers of multiprocessors, and with a block on each those of a large GPC get a smaller share and
+// finish last. On an H200, whose 132 are in GPCs of 14 to 18, 16384 x 8192 bfloat16 took 216 us
+// with 132 blocks, which ended between 171 and 205 us, and 201 us with 116, which ended within 6
+// us.
+void shape_ring(BackwardPlan& plan, const RingShape& shape, int64_t rows,
+                const DeviceProperties& device) {
+  plan.kernel = Kernel::kRing;
+  plan.chunks_per_thread = shape.chunks;
+  plan.threads_per_row = shape.threads;
+  plan.cluster_size = shape.cluster_size;
+  const int64_t most = shape.cluster_size > 1 ? 1 : kRingThreads / shape.threads;
+  const int64_t least = std::max(1, kWarpSize / shape.threads);
+  // Few rows: smaller blocks on more multiprocessors.
+  const int64_t spread = ceil_div(ceil_div(rows, device.sm_count), least) * least;
+  plan.rows_per_block = static_cast<int>(std::min(most, spread));
+}
+
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
 // aligned.
 int64_t most_forward_threads(const DeviceProperties& device) {
@@ -138,6 +210,8 @@ bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device)
     case Kernel::kCluster:
       return device.compute_capability >= 90 &&
              chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
+    case Kernel::kRing:
+      return false;
     case Kernel::kSplit:
       return true;
   }
@@ -216,6 +290,8 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);
       break;
+    case Kernel::kRing:
+      break;  // of the backward
     case Kernel::kSplit:
       plan.chunks_per_thread = kForwardChunks;
       plan.shared_chunks = kForwardChunks - kRegisterChunks;
@@ -246,7 +322,15 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   plan.kernel = choose_kernel(chunks, plan.chunks_per_thread, device, request);
   plan.vectorized = problem.aligned && problem.cols % columns == 0;
   plan.dx = problem.dx;
+  plan.sm_count = device.sm_count;
+  plan.overlap_launches = device.compute_capability >= 90;
+  const std::optional<RingShape> ring = ring_shape(problem, device, request);
+  const bool forced_other = request.kernel && *request.kernel != Kernel::kRing &&
+                            runs(*request.kernel, chunks, plan.chunks_per_thread, device);
+  if (ring && !forced_other) shape_ring(plan, *ring, problem.rows, device);
   switch (plan.kernel) {
+    case Kernel::kRing:
+      break;
     case Kernel::kShortRows:
     case Kernel::kRows:
       plan.threads_per_row = choose_threads(chunks, plan.chunks_per_thread);
@@ -264,13 +348,15 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   // row.
   const int64_t groups = ceil_div(problem.rows, plan.rows_per_block);
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
-  const int64_t resident_groups =
-      std::max<int64_t>(1, int64_t{device.sm_count} *
-                               std::max(1, kMaxThreadsPerRow / block_threads) / plan.cluster_size);
+  const bool by_ring = plan.kernel == Kernel::kRing;
+  const int64_t resident_blocks =
+      by_ring ? device.sm_count - device.sm_count / 8
+              : int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
+  const int64_t resident_groups = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
 
   if (problem.weight_grads) {
     const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit;
-    const bool pays = groups >= kMinRowsPerPartial * resident_groups;
+    const bool pays = (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
     const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
     if (can_fuse && fuse) {
       plan.weight_grads = WeightGrads::kFused;
@@ -283,8 +369,10 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
     // state.
     const int64_t working = plan.weight_grads == WeightGrads::kFused ? plan.partials
-                            : plan.kernel == Kernel::kSplit ? groups
-                                                            : std::min(groups, 2 * resident_groups);
+                            : plan.kernel == Kernel::kSplit          ? groups
+                            : by_ring && groups < 2 * resident_groups
+                                ? groups
+                                : std::min(groups, (by_ring ? 1 : 2) * resident_groups);
     plan.blocks = working * plan.segments * plan.cluster_size;
   }
   if (plan.dx && plan.kernel == Kernel::kSplit) {

@@ -27,6 +27,7 @@ enum class Kernel : uint8_t {
   kShortRows,  // forward: a row in the registers of a warp or fewer lanes
   kRows,       // a row in one block, or in the backward a part of it
   kCluster,    // a row in a cluster of blocks (compute capability 9.0 and newer)
+  kRing,       // backward: rows streamed through shared memory (compute capability 9.0 and newer)
   kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
 };
 
@@ -41,12 +42,23 @@ constexpr int backward_chunks(DType x_dtype) {
   return x_dtype == DType::kFloat16 || x_dtype == DType::kBFloat16 ? 2 : 4;
 }
 
+// Chunks that a thread of the ring holds, 16-bit types or float32: what wastes fewer lanes.
+// x, dy are read from shared memory twice; weight, dw and db in float32 fill the registers.
+struct RingChunks {
+  int few, many;
+  constexpr int operator[](int i) const { return i == 0 ? few : many; }
+};
+constexpr RingChunks ring_chunks(bool is_16_bit) {
+  return is_16_bit ? RingChunks{2, 3} : RingChunks{3, 4};
+}
+
 constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
 constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
 constexpr int kShortRowThreads = 64;    // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
+constexpr int kRingThreads = 512;       // the largest block of kRing
 constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
@@ -101,6 +113,8 @@ struct BackwardPlan {
   int column_rows = 0;
   int64_t column_tiles = 0;
   int64_t workspace_bytes = 0;
+  int sm_count = 1;               // of the device
+  bool overlap_launches = false;  // whether a kernel can start before the one before it has ended
 };
 
 struct ForwardProblem {
@@ -117,6 +131,7 @@ struct BackwardProblem {
   bool aligned = true;
   bool dx = true;
   bool weight_grads = true;  // dw or db or both
+  bool one_dtype = true;     // dy has x's
 };
 
 // What a test may force; empty fields are chosen, and so is a kernel that cannot run rows of this

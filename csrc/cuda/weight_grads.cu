@@ -1,4 +1,5 @@
 // The last stage of dw and db.
+#include "async.cuh"
 #include "weight_grads.cuh"
 
 namespace fastnorm::cuda {
@@ -22,37 +23,65 @@ __device__ void store_element(void* target, DType dtype, int64_t i, A value) {
   }
 }
 
-// A block adds up 32 columns; its threadIdx.y take the partial sums in turn.
-template <class A>
-__global__ void __launch_bounds__(kFinishColumns* kFinishRows)
-    finish_kernel(const FinishParameters<A> p) {
-  __shared__ A staging[2][kFinishRows][kFinishColumns];
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinishColumns + threadIdx.x;
-  A dw = 0, db = 0;
+// A block adds up blockDim.x * kVector columns of dw (blockIdx.y 0) or db (1); its threadIdx.y take
+// the partial sums in turn.
+template <class A, int kVector>
+__global__ void __launch_bounds__(kFinishThreads, 8) finish_kernel(const FinishParameters<A> p) {
+  struct alignas(sizeof(A) * kVector) Vector {
+    A values[kVector];
+  };
+  __shared__ Vector staging[kFinishThreads];
+  wait_for_previous_kernel();
+  const bool bias = blockIdx.y == 1;
+  void* const target = bias ? p.db : p.dw;
+  if (target == nullptr) return;
+  const A* const partials = bias ? p.db_partials : p.dw_partials;
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kVector;
+  Vector sum = {};
   if (column < p.cols) {
-    for (int64_t row = threadIdx.y; row < p.partials; row += kFinishRows) {
-      dw += p.dw_partials[row * p.cols + column];
-      db += p.db_partials[row * p.cols + column];
+#pragma unroll 4
+    for (int64_t row = threadIdx.y; row < p.partials; row += blockDim.y) {
+      const Vector other = *reinterpret_cast<const Vector*>(partials + row * p.cols + column);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) sum.values[i] += other.values[i];
     }
   }
-  staging[0][threadIdx.y][threadIdx.x] = dw;
-  staging[1][threadIdx.y][threadIdx.x] = db;
+  staging[threadIdx.y * blockDim.x + threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y < 2 && column < p.cols) {
-    A sum = 0;
-    for (int row = 0; row < kFinishRows; ++row) sum += staging[threadIdx.y][row][threadIdx.x];
-    void* const target = threadIdx.y == 0 ? p.dw : p.db;
-    const DType dtype = threadIdx.y == 0 ? p.dw_dtype : p.db_dtype;
-    if (target != nullptr) store_element(target, dtype, column, sum);
+  const A* const sums = reinterpret_cast<const A*>(staging);
+  const int width = static_cast<int>(blockDim.x) * kVector;
+  const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+  const DType dtype = bias ? p.db_dtype : p.dw_dtype;
+  for (int i = thread; i < width; i += kFinishThreads) {
+    const int64_t to = static_cast<int64_t>(blockIdx.x) * width + i;
+    A total = 0;
+    for (int row = 0; row < static_cast<int>(blockDim.y); ++row) total += sums[row * width + i];
+    if (to < p.cols) store_element(target, dtype, to, total);
   }
+}
+
+template <class A, int kVector>
+cudaError_t launch_finish(const FinishParameters<A>& p, cudaStream_t stream) {
+  // As many threads side by side as leave a block for every multiprocessor at the most, so that all
+  // can wait beside the blocks of the kernel before; no fewer than read 32 bytes in a row.
+  unsigned across = 32 / (sizeof(A) * kVector);
+  while (across < kFinishThreads / 4 && 2 * p.cols > int64_t{across} * kVector * p.sm_count) {
+    across *= 2;
+  }
+  const int64_t columns = int64_t{across} * kVector;
+  return launch_overlapping(p.overlap, finish_kernel<A, kVector>,
+                            dim3(static_cast<unsigned>((p.cols + columns - 1) / columns), 2),
+                            dim3(across, kFinishThreads / across), stream, p);
 }
 
 }  // namespace
 
 template <class A>
 cudaError_t finish_weight_grads(const FinishParameters<A>& p, cudaStream_t stream) {
-  return launch(finish_kernel<A>, (p.cols + kFinishColumns - 1) / kFinishColumns,
-                dim3(kFinishColumns, kFinishRows), 1, 0, stream, p);
+  if constexpr (sizeof(A) == 4) {
+    if (p.cols % 4 == 0) return launch_finish<A, 4>(p, stream);
+  }
+  return launch_finish<A, 1>(p, stream);
 }
 
 template cudaError_t finish_weight_grads<float>(const FinishParameters<float>&, cudaStream_t);

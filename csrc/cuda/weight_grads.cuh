@@ -109,7 +109,7 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
   p.slices = plan.partials;
   return launch(plan.vectorized ? column_sums<X, DY, true> : column_sums<X, DY, false>,
                 plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows), 1,
-                0, stream, p);
+                stream, p);
 }
 
 // Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where
@@ -123,10 +123,11 @@ struct FinishParameters {
   void* dw;
   void* db;
   DType dw_dtype, db_dtype;
+  int sm_count;
+  bool overlap;  // start while the kernel before runs
 };
 
-constexpr int kFinishColumns = 32;
-constexpr int kFinishRows = 16;
+constexpr int kFinishThreads = 256;
 
 // The kernels of weight_grads.cu, one per accumulation type.
 template <class A>
@@ -136,9 +137,10 @@ template <class A>
 cudaError_t launch_finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
                                        const A* dw_partials, const A* db_partials,
                                        cudaStream_t stream) {
-  return finish_weight_grads<A>({args.cols, plan.partials, dw_partials, db_partials, args.dw,
-                                 args.db, args.weight_dtype, args.bias_dtype},
-                                stream);
+  return finish_weight_grads<A>(
+      {args.cols, plan.partials, dw_partials, db_partials, args.dw, args.db, args.weight_dtype,
+       args.bias_dtype, plan.sm_count, plan.overlap_launches},
+      stream);
 }
 
 }  // namespace fastnorm::cuda

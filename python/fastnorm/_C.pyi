@@ -3,7 +3,7 @@ from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
-KernelName = Literal["short_rows", "rows", "cluster", "split"]
+KernelName = Literal["short_rows", "rows", "cluster", "ring", "split"]
 WeightGradsName = Literal["none", "fused", "columns"]
 
 def build_info() -> dict[str, Any]: ...
@@ -16,6 +16,7 @@ def plan(
     aligned: bool = True,
     dx: bool = True,
     dw_db: bool = True,
+    one_dtype: bool = True,
     sm_count: int = 132,
     compute_capability: int = 90,
     kernel: KernelName | None = None,

@@ -1,0 +1,157 @@
+// The asynchronous instructions of compute capability 9.0 that the rings of the backward are made
+// of: copies into shared memory, barriers in it that count bytes, stores to another block's, and
+// launches that overlap. On older devices they do nothing; plans do not use them there.
+#pragma once
+
+#include "numeric.cuh"
+#include "shift.cuh"
+
+namespace fastnorm::cuda {
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Loads that the compiler neither merges nor moves: ptxas otherwise keeps what it has read from
+// shared memory once in registers that it does not have.
+__device__ __forceinline__ Granule load_shared(unsigned address) {
+  Granule granule;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(granule.words[0]), "=r"(granule.words[1]), "=r"(granule.words[2]),
+                 "=r"(granule.words[3])
+               : "r"(address)
+               : "memory");
+  return granule;
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, const Granule& granule) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(granule.words[0]),
+               "r"(granule.words[1]), "r"(granule.words[2]), "r"(granule.words[3])
+               : "memory");
+}
+
+// Copies a granule from device memory to shared memory.
+__device__ __forceinline__ void copy_async(unsigned target, const void* source) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+#endif
+}
+
+// The same of its first `bytes` bytes; the others become zero.
+__device__ __forceinline__ void copy_async(unsigned target, const void* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Closes a group of this thread's copies.
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most kPending of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// A barrier in shared memory: its phases end when `count` threads have arrived and the bytes that
+// they announced have been stored.
+__device__ __forceinline__ void init_barrier(unsigned barrier, int count) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+#endif
+}
+
+// Makes barriers known to the other blocks of the cluster, before a barrier of all its threads.
+__device__ __forceinline__ void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(barrier)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;}" ::"r"(
+          barrier),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// Waits for the end of the barrier's phase of this parity. kCluster: other blocks store here.
+template <bool kCluster>
+__device__ __forceinline__ void wait_barrier(unsigned barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  int done = 0;
+  while (!done) {
+    if constexpr (kCluster) {
+      asm volatile(
+          "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+          "selp.b32 %0, 1, 0, p;}"
+          : "=r"(done)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+          "selp.b32 %0, 1, 0, p;}"
+          : "=r"(done)
+          : "r"(barrier), "r"(parity)
+          : "memory");
+    }
+  }
+#endif
+}
+
+// The address that `local`, of this block's shared memory, has in the block of rank `rank`.
+__device__ __forceinline__ unsigned remote_address(unsigned local, int rank) {
+  unsigned remote = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+#endif
+  return remote;
+}
+
+// Stores a pair into another block's shared memory and counts its 8 bytes at a barrier there.
+__device__ __forceinline__ void store_async(unsigned target, float first, float second,
+                                            unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          target),
+      "f"(first), "f"(second), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// Lets the next kernel of the stream start where there is room for it, if it was launched to
+// overlap with this one.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits for the end of the kernel before, and for what it wrote.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace fastnorm::cuda

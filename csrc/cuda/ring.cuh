@@ -1,0 +1,714 @@
+// The backward of many rows in one read: dx, and dw and db along the way.
+//
+// Persistent blocks. Every thread copies its own chunks of x and dy of the rows to come into a ring
+// in shared memory, reads them twice from there (for the two sums of the row, then for dx, dw and
+// db) and refills the slot. As threads read only what they, or in unaligned rows their warp, copied
+// themselves, the ring needs no barrier. Weight and the running dw and db are in registers.
+//
+// A row is held by some lanes of a warp (kWarp), by warps of a block (kBlock) or by those of a
+// cluster (kCluster). Warps exchange their sums through barriers in shared memory, one row ahead:
+// a warp posts its sums of row i + 1 before it waits for all of row i's.
+#pragma once
+
+#include <atomic>
+
+#include "async.cuh"
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+namespace fastnorm::cuda {
+
+enum class RingSpan : uint8_t { kWarp, kBlock, kCluster };
+
+template <class X>
+struct RingParameters {
+  int64_t rows, cols;
+  const X* x;
+  const X* x_end;  // of the last row
+  int64_t x_row_stride;
+  const X* dy;
+  const X* dy_end;
+  int64_t dy_row_stride;
+  const float* mean;
+  const float* rstd;
+  const void* weight;
+  DType weight_dtype;
+  X* dx;
+  float* dw_partials;  // [partials, cols] or null
+  float* db_partials;
+  int lanes;   // of a row, kWarp
+  int warps;   // of a row and block, else
+  int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
+  int cluster_size;
+};
+
+constexpr int kRingWarps = kRingThreads / kWarpSize;
+constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
+
+// Whether a thread's weights fit its registers beside dw and db; else all groups of the block read
+// them from shared memory.
+template <class X, int kChunks>
+constexpr bool kRingKeepsWeight = kChunks * kChunkColumns<X> <= 16;
+
+// 112 leave room beside a block of 512 threads for one of the kernel that finishes dw and db, which
+// can wait there for the end of this one.
+template <class X, int kChunks>
+constexpr int kRingRegisters = kRingKeepsWeight<X, kChunks> ? 112 : 128;
+
+// Rows under way per group. Deeper rings gain nothing: with more bytes in flight the
+// multiprocessors compete, those of large GPCs fall behind, and the last one decides.
+template <class X, int kChunks, RingSpan kSpan>
+constexpr int kRingStages = kSpan == RingSpan::kWarp                         ? 2
+                            : kRingKeepsWeight<X, kChunks> && sizeof(X) == 2 ? 4
+                                                                             : 3;
+
+// Granules of one tensor and stage of a warp. An unaligned row reaches into one more per team.
+template <int kChunks, RingSpan kSpan, bool kVectorized>
+constexpr int kRingGranules = kWarpSize * kChunks + (kVectorized                ? 0
+                                                     : kSpan == RingSpan::kWarp ? kWarpSize
+                                                                                : 1);
+
+template <class X, int kChunks, RingSpan kSpan, bool kVectorized>
+constexpr int kRingWarpBytes =
+    kRingStages<X, kChunks, kSpan> * 2 * kRingGranules<kChunks, kSpan, kVectorized> * kChunkBytes;
+
+// The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
+// one, in the upper half the other. Half the shuffles of two separate sums.
+__device__ __forceinline__ float sum_halves(float first, float second) {
+  const bool upper = threadIdx.x % kWarpSize >= kWarpSize / 2;
+  float mine = upper ? second : first;
+  mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
+#pragma unroll
+  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
+  return mine;
+}
+
+__device__ __forceinline__ Sums<float> both_halves(float mine) {
+  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kWarpSize / 2)};
+}
+
+// The exchange of a row's sums between the warps that hold it.
+template <RingSpan kSpan>
+class RingExchange {
+ public:
+  static constexpr bool kCluster = kSpan == RingSpan::kCluster;
+  static constexpr int kGroups = kCluster ? 1 : kRingWarps;
+  static constexpr int kSlots = kCluster ? kRingWarps * kMaxClusterSize : kRingWarps;
+
+  struct Storage {
+    // kBlock: [group][exchange][first or second sum][warp]; kCluster: [exchange][warp] pairs
+    alignas(16) float slots[kGroups][kExchanges][2 * kSlots];
+    uint64_t barriers[kGroups][kExchanges];
+  };
+
+  // All threads of the block must come here, and then meet at a barrier (of the cluster).
+  __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size, int group,
+                                          int warp)
+      : slots_(shared_address(&storage.slots[kCluster ? 0 : group])),
+        barriers_(shared_address(&storage.barriers[kCluster ? 0 : group])),
+        warps_(warps),
+        cluster_size_(cluster_size),
+        warp_(warp) {
+    float* const all = &storage.slots[0][0][0];
+    constexpr int kAll = kGroups * kExchanges * 2 * kSlots;
+    for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
+    if (threadIdx.x < kGroups * kExchanges) {
+      // Both halves of a warp arrive by themselves; in a cluster one thread does, for the bytes.
+      init_barrier(shared_address(&storage.barriers[0][0]) + threadIdx.x * sizeof(uint64_t),
+                   kCluster ? 1 : 2 * warps);
+      publish_barriers();
+    }
+    if constexpr (kCluster) {
+      const int lane = threadIdx.x % kWarpSize;
+      const int target = lane < cluster_size ? lane : 0;
+      remote_slot_ =
+          remote_address(slots_ + (cluster_rank() * warps + warp) * 2 * sizeof(float), target);
+      remote_barrier_ = remote_address(barriers_, target);
+    }
+  }
+
+  __device__ __forceinline__ void post(int row, const Sums<float>& sums) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int turn = row % kExchanges;
+    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
+    if constexpr (kCluster) {
+      if (threadIdx.x == 0) {
+        arrive_and_expect(barriers_ + turn * sizeof(uint64_t),
+                          warps_ * cluster_size_ * 2 * static_cast<int>(sizeof(float)));
+      }
+      const Sums<float> both = both_halves(mine);
+      if (lane < cluster_size_) {
+        store_async(remote_slot_ + turn * kTurnBytes, both.xhat_wdy, both.wdy,
+                    remote_barrier_ + turn * sizeof(uint64_t));
+      }
+    } else if (lane % (kWarpSize / 2) == 0) {
+      const unsigned slot =
+          slots_ + turn * kTurnBytes + (lane / (kWarpSize / 2) * kSlots + warp_) * sizeof(float);
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(mine) : "memory");
+      arrive(barriers_ + turn * sizeof(uint64_t));
+    }
+  }
+
+  // The sums of a row that all its warps have posted.
+  __device__ __forceinline__ Sums<float> collect(int row) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const int turn = row % kExchanges;
+    wait_barrier<kCluster>(barriers_ + turn * sizeof(uint64_t), row / kExchanges % 2);
+    const unsigned slots = slots_ + turn * kTurnBytes;
+    if constexpr (kCluster) {
+      Sums<float> sums;
+      for (int i = lane; i < warps_ * cluster_size_; i += kWarpSize) {
+        Sums<float> other;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(other.xhat_wdy), "=f"(other.wdy)
+                     : "r"(slots + i * 2 * static_cast<unsigned>(sizeof(float)))
+                     : "memory");
+        sums.merge(other);
+      }
+      return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+    } else {
+      float mine;
+      asm volatile("ld.shared.f32 %0, [%1];"
+                   : "=f"(mine)
+                   : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
+                   : "memory");
+      // Slots of warps that do not exist are zero.
+      if (warps_ > 8) mine += __shfl_xor_sync(kAllLanes, mine, 8);
+      if (warps_ > 4) mine += __shfl_xor_sync(kAllLanes, mine, 4);
+      if (warps_ > 2) mine += __shfl_xor_sync(kAllLanes, mine, 2);
+      if (warps_ > 1) mine += __shfl_xor_sync(kAllLanes, mine, 1);
+      return both_halves(mine);
+    }
+  }
+
+ private:
+  static constexpr unsigned kTurnBytes = 2 * kSlots * sizeof(float);
+  unsigned slots_, barriers_;
+  int warps_, cluster_size_, warp_;
+  unsigned remote_slot_ = 0, remote_barrier_ = 0;
+};
+
+template <class X, int kChunks, RingSpan kSpan, bool kVectorized>
+__global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const RingParameters<X> p) {
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
+  constexpr int kStages = kRingStages<X, kChunks, kSpan>;
+  constexpr unsigned kTensorBytes = kRingGranules<kChunks, kSpan, kVectorized> * kChunkBytes;
+  constexpr unsigned kStageBytes = 2 * kTensorBytes;
+  using Chunk = Pack<X, kColumns>;
+  using Exchange = RingExchange<kSpan>;
+  struct Unused {};
+  extern __shared__ __align__(16) unsigned char ring_memory[];
+  __shared__ std::conditional_t<kShort, Unused, typename Exchange::Storage> storage;
+
+  // Who owns what. Lane `lane` of a team owns the chunks first, first + lanes, ... of its run,
+  // which begins at column `begin` of the row and has `run` columns.
+  const int warp = threadIdx.x / kWarpSize;
+  const int lanes = kShort ? p.lanes : kWarpSize;
+  const int teams = kWarpSize / lanes;
+  const int team = kShort ? threadIdx.x % kWarpSize / lanes : 0;
+  const int lane = threadIdx.x % lanes;
+  const int group = kShort ? warp : warp / p.warps;
+  const int row_warp = kShort ? 0 : warp - group * p.warps;
+  const int rank = kSpan == RingSpan::kCluster ? cluster_rank() : 0;
+  const int cluster_size = kSpan == RingSpan::kCluster ? p.cluster_size : 1;
+  const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * kWarpSize * kChunks * kColumns;
+  const int left = static_cast<int>(p.cols) - begin;
+  const int run = min(left, lanes * kChunks * kColumns);
+  // Columns from this lane's chunk k on, unclamped (see Share::left).
+  const auto left_of = [&](int k) { return run - (lane + k * lanes) * kColumns; };
+
+  // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
+  const int64_t units = kShort ? (p.rows + teams - 1) / teams : p.rows;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
+  const int64_t unit_stride = static_cast<int64_t>(gridDim.x / cluster_size) * p.groups;
+  const int count =
+      unit < units ? static_cast<int>((units - unit + unit_stride - 1) / unit_stride) : 0;
+  const int64_t first = unit * teams + team;
+  const int64_t stride = unit_stride * teams;
+
+  const unsigned ring =
+      shared_address(ring_memory) + warp * kRingWarpBytes<X, kChunks, kSpan, kVectorized> +
+      (kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane) * kChunkBytes;
+  const unsigned ring_end = ring + kStages * kStageBytes;
+  const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
+  const auto next_slot = [&](unsigned slot) {
+    slot += kStageBytes;
+    return slot == ring_end ? ring : slot;
+  };
+
+  // ---- copies into the ring
+
+  const int64_t x_step = stride * p.x_row_stride * kSize;
+  const int64_t dy_step = stride * p.dy_row_stride * kSize;
+  // Of the team's run in the row to be copied next; with kVectorized of this lane's first chunk.
+  const int64_t lane_offset = begin + (kVectorized ? lane * kColumns : 0);
+  const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + lane_offset);
+  const char* dy = reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + lane_offset);
+  const unsigned x_offset_step = static_cast<unsigned>(x_step);
+  const unsigned dy_offset_step = static_cast<unsigned>(dy_step);
+  unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
+  unsigned dy_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dy));
+  int to_copy = count;
+  int64_t copied_row = first;
+
+  // The granules in which an unaligned run lies.
+  const auto copy_run = [&](unsigned slot, const char* source, const X* end) {
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
+    const int bytes = run > 0 ? offset + run * kSize : 0;
+    const char* granules = source - offset + lane * kChunkBytes;
+    const int64_t to_end = reinterpret_cast<const char*>(end) - granules;
+#pragma unroll
+    for (int k = 0; k <= kChunks; ++k) {
+      const int at = k * lanes * kChunkBytes;
+      if (at + lane * kChunkBytes < bytes && (k < kChunks || lane == 0)) {
+        const int64_t rest = to_end - at;
+        copy_async(slot + k * chunk_step, granules + at,
+                   rest < kChunkBytes ? static_cast<int>(rest) : kChunkBytes);
+      }
+    }
+  };
+  const auto copy_row = [&](unsigned slot) {
+    if (to_copy > 0) {
+      if (kShort && copied_row >= p.rows) {
+#pragma unroll
+        for (int k = 0; k < kChunks + (kVectorized ? 0 : 1); ++k) {
+          if (k < kChunks || lane == 0) {
+            store_shared(slot + k * chunk_step, Granule());
+            store_shared(slot + kTensorBytes + k * chunk_step, Granule());
+          }
+        }
+      } else if constexpr (kVectorized) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (left_of(k) > 0) copy_async(slot + k * chunk_step, x + k * lanes * kChunkBytes);
+        }
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (left_of(k) > 0) {
+            copy_async(slot + kTensorBytes + k * chunk_step, dy + k * lanes * kChunkBytes);
+          }
+        }
+      } else {
+        copy_run(slot, x, p.x_end);
+        copy_run(slot + kTensorBytes, dy, p.dy_end);
+      }
+      x += x_step;
+      dy += dy_step;
+      copied_row += stride;
+      --to_copy;
+    }
+    commit_copies();
+  };
+  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
+
+  // ---- what stays in registers
+
+  const float* mean_of = p.mean + first;
+  const float* rstd_of = p.rstd + first;
+  int64_t loaded_row = first;
+  int to_load = count;
+  const auto load_statistics = [&](float& mean, float& rstd) {
+    mean = rstd = 0;
+    if (to_load > 0 && (!kShort || loaded_row < p.rows)) {
+      mean = __ldg(mean_of);
+      rstd = __ldg(rstd_of);
+    }
+    mean_of += stride;
+    rstd_of += stride;
+    loaded_row += stride;
+    --to_load;
+  };
+  float mean, rstd, next_mean, next_rstd;
+  load_statistics(mean, rstd);
+  load_statistics(next_mean, next_rstd);
+
+  constexpr bool kKeepsWeight = kRingKeepsWeight<X, kChunks>;
+  float kept_weight[kKeepsWeight ? kChunks : 1][kColumns];
+  // Behind the ring: the first four columns of all chunks of the block, then the others.
+  const unsigned shared_weight =
+      shared_address(ring_memory) +
+      blockDim.x / kWarpSize * kRingWarpBytes<X, kChunks, kSpan, kVectorized> +
+      (row_warp * kWarpSize * kChunks + lane) * kChunkBytes;
+  const unsigned weight_half = (kShort ? 1 : p.warps) * lanes * kChunks * kChunkBytes;
+  const auto put_weight = [&](int k, const float (&values)[kColumns]) {
+    if constexpr (kKeepsWeight) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) kept_weight[k][i] = values[i];
+    } else if (group == 0 && team == 0) {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        store_shared(shared_weight + i / 4 * weight_half + k * lanes * kChunkBytes,
+                     {{__float_as_uint(values[i]), __float_as_uint(values[i + 1]),
+                       __float_as_uint(values[i + 2]), __float_as_uint(values[i + 3])}});
+      }
+    }
+  };
+  const auto get_weight = [&](int k, float (&values)[kColumns]) {
+    if constexpr (kKeepsWeight) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) values[i] = kept_weight[k][i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        const Granule part =
+            load_shared(shared_weight + i / 4 * weight_half + k * lanes * kChunkBytes);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[i + j] = __uint_as_float(part.words[j]);
+      }
+    }
+  };
+  const auto load_weight = [&](const auto* source) {
+    using W = std::remove_cv_t<std::remove_pointer_t<decltype(source)>>;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const auto pack = load_pack<kVectorized, W, kColumns>(
+          source + begin + (lane + k * lanes) * kColumns, left_of(k));
+      float values[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) values[i] = pack.template get<float>(i);
+      put_weight(k, values);
+    }
+  };
+  if (p.weight == nullptr) {
+    float ones[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) ones[i] = 1;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) put_weight(k, ones);
+  } else if (p.weight_dtype == DType::kFloat32) {
+    load_weight(static_cast<const float*>(p.weight));
+  } else {
+    load_weight(static_cast<const X*>(p.weight));
+  }
+  // Chunks that do not exist are never copied.
+  if constexpr (kVectorized) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (left_of(k) <= 0) {
+        for (int t = 0; t < 2 * kStages; ++t) {
+          store_shared(ring + t * kTensorBytes + k * chunk_step, Granule());
+        }
+      }
+    }
+  }
+  float dw[kChunks][kColumns] = {}, db[kChunks][kColumns] = {};
+  let_next_kernel_start();
+
+  // ---- a row
+
+  // Shifts the chunks of an unaligned run into place.
+  const bool cut = left_of(kChunks - 1) < kColumns;
+  const auto align_run = [&](unsigned slot, unsigned low) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const unsigned place = slot + k * chunk_step;
+      Granule chunk = load_shared(place);
+      const Granule beyond = load_shared(place + kChunkBytes);
+      __syncwarp();  // the lane before has read this one's
+      with_offset(low % kChunkBytes, [&](auto word, int bits) {
+        chunk = shift<decltype(word)::value>(chunk, beyond, bits);
+      });
+      if (cut) {
+        Chunk whole = to_pack<X, kColumns>(chunk);
+        whole.truncate(left_of(k));
+        chunk = to_granule(whole);
+      }
+      store_shared(place, chunk);
+    }
+  };
+
+  const auto load_chunk = [&](unsigned slot, int k) {
+    return to_pack<X, kColumns>(load_shared(slot + k * chunk_step));
+  };
+
+  // The sums of (x - mean) * dy * weight and of dy * weight over this thread's columns.
+  const auto sum_row = [&](unsigned slot, float mean) {
+    if constexpr (!kVectorized) {
+      __syncwarp();  // the lanes' copies have arrived
+      align_run(slot, x_low);
+      align_run(slot + kTensorBytes, dy_low);
+      x_low += x_offset_step;
+      dy_low += dy_offset_step;
+    }
+    Sums<float> sums;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
+      float weight[kColumns];
+      get_weight(k, weight);
+      Sums<float> chunk;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const float wdy = dy.template get<float>(i) * weight[i];
+        const float centred = x.template get<float>(i) - mean;
+        chunk.xhat_wdy = i == 0 ? centred * wdy : fma(centred, wdy, chunk.xhat_wdy);
+        chunk.wdy = i == 0 ? wdy : chunk.wdy + wdy;
+      }
+      if (k == 0) {
+        sums = chunk;
+      } else {
+        sums.merge(chunk);
+      }
+    }
+    return sums;
+  };
+
+  // dx = rstd * wdy - rstd * mean(wdy) - (x - mean) * rstd^2 * mean(xhat * wdy)
+  const float inverse_cols = 1.0f / static_cast<float>(p.cols);
+  int64_t row = first;
+  const int64_t dx_step = stride * p.cols * kSize;
+  char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + lane_offset);
+  const auto finish_row = [&](unsigned slot, float mean, float rstd, const Sums<float>& sums) {
+    const float offset = rstd * (sums.wdy * inverse_cols);
+    const float slope = rstd * sums.xhat_wdy * inverse_cols * rstd * rstd;
+    const bool active = !kShort || row < p.rows;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
+      float weight[kColumns];
+      get_weight(k, weight);
+      Chunk out;
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 2) {
+        float values[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float centred = x.template get<float>(i + j) - mean;
+          const float g = dy.template get<float>(i + j);
+          const float scaled = g * rstd;
+          dw[k][i + j] = fma(scaled, centred, dw[k][i + j]);
+          db[k][i + j] += g;
+          values[j] = fma(-slope, centred, fma(scaled, weight[i + j], -offset));
+        }
+        out.set_pair(i, values[0], values[1]);
+      }
+      if constexpr (kVectorized) {
+        if (active && left_of(k) > 0) {
+          store_pack(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
+        }
+      } else {
+        store_shared(slot + k * chunk_step, to_granule(out));  // in the place of x
+      }
+    }
+    if constexpr (!kVectorized) {
+      __syncwarp();
+      if (active && run > 0) {
+        // Granule j of device memory has the last bytes of chunk j - 1 and the first of chunk j.
+        const int shifted = static_cast<int>(reinterpret_cast<uintptr_t>(dx) % kChunkBytes);
+        const int bytes = run * kSize;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          const int at = (lane + k * lanes) * kChunkBytes - shifted;
+          const unsigned place = slot + k * chunk_step;
+          if (at >= 0 && at + kChunkBytes <= bytes) {
+            Granule granule = load_shared(place);
+            if (shifted > 0) {
+              const Granule previous = load_shared(place - kChunkBytes);
+              with_offset(kChunkBytes - shifted, [&](auto word, int bits) {
+                granule = shift<decltype(word)::value>(previous, granule, bits);
+              });
+            }
+            *reinterpret_cast<uint4*>(dx + at) =
+                make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
+          }
+        }
+        // The elements before the first whole granule and after the last one.
+        const int head = shifted > 0 ? min(kChunkBytes - shifted, bytes) : 0;
+        const int tail = (bytes + shifted) / kChunkBytes * kChunkBytes - shifted;
+        for (int e = lane; e < kColumns; e += lanes) {
+          const auto store = [&](int at) {
+            const unsigned source = slot - lane * kChunkBytes + at;
+            if constexpr (kSize == 2) {
+              uint16_t value;
+              asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(source) : "memory");
+              *reinterpret_cast<uint16_t*>(dx + at) = value;
+            } else {
+              uint32_t value;
+              asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(source) : "memory");
+              *reinterpret_cast<uint32_t*>(dx + at) = value;
+            }
+          };
+          if (e * kSize < head) store(e * kSize);
+          if (tail >= 0 && tail + e * kSize < bytes) store(tail + e * kSize);
+        }
+      }
+      __syncwarp();  // before the slot is filled again
+    }
+    dx += dx_step;
+    row += stride;
+  };
+
+  // ---- all rows
+
+  unsigned slot = ring;
+  if constexpr (kShort) {
+    if constexpr (!kKeepsWeight) __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float later_mean, later_rstd;
+      load_statistics(later_mean, later_rstd);
+      wait_copies<kStages - 1>();
+      Sums<float> sums = sum_row(slot, mean);
+      if (lanes == kWarpSize) {
+        sums = both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+      } else {
+#pragma unroll
+        for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+          if (offset < lanes) {
+            sums.xhat_wdy += __shfl_xor_sync(kAllLanes, sums.xhat_wdy, offset);
+            sums.wdy += __shfl_xor_sync(kAllLanes, sums.wdy, offset);
+          }
+        }
+      }
+      finish_row(slot, mean, rstd, sums);
+      copy_row(slot);
+      slot = next_slot(slot);
+      mean = next_mean;
+      rstd = next_rstd;
+      next_mean = later_mean;
+      next_rstd = later_rstd;
+    }
+  } else {
+    Exchange exchange(storage, p.warps, cluster_size, group, row_warp);
+    if constexpr (kSpan == RingSpan::kCluster) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    if (count > 0) {
+      wait_copies<kStages - 1>();
+      exchange.post(0, sum_row(slot, mean));
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      float later_mean, later_rstd;
+      load_statistics(later_mean, later_rstd);
+      const unsigned next = next_slot(slot);
+      if (i + 1 < count) {
+        wait_copies<kStages - 2>();
+        exchange.post(i + 1, sum_row(next, next_mean));
+      }
+      finish_row(slot, mean, rstd, exchange.collect(i));
+      copy_row(slot);
+      slot = next;
+      mean = next_mean;
+      rstd = next_rstd;
+      next_mean = later_mean;
+      next_rstd = later_rstd;
+    }
+  }
+  wait_copies<0>();
+  if constexpr (kSpan == RingSpan::kCluster) {
+    cluster_arrive();  // no block leaves before all have sent and received their sums
+    cluster_wait();
+  }
+  if (p.dw_partials == nullptr) return;
+
+  // ---- one row of partial sums per block, or cluster
+
+  const int64_t partial = blockIdx.x / cluster_size;
+  if (kSpan == RingSpan::kCluster || (!kShort && p.groups == 1)) {
+    const auto store = [&](const float (&values)[kChunks][kColumns], float* partials) {
+      float* const target = partials + partial * p.cols + begin;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int column = (lane + k * lanes) * kColumns;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += kVectorized ? 4 : 1) {
+          if constexpr (kVectorized) {
+            if (left_of(k) > 0) {
+              *reinterpret_cast<float4*>(target + column + i) =
+                  make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
+            }
+          } else {
+            if (i < left_of(k)) target[column + i] = values[k][i];
+          }
+        }
+      }
+    };
+    store(dw, p.dw_partials);
+    store(db, p.db_partials);
+    return;
+  }
+  if constexpr (kShort) {
+#pragma unroll 1
+    for (int offset = lanes; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          dw[k][i] += __shfl_xor_sync(kAllLanes, dw[k][i], offset);
+          db[k][i] += __shfl_xor_sync(kAllLanes, db[k][i], offset);
+        }
+      }
+    }
+  }
+  float* const staging = reinterpret_cast<float*>(ring_memory);
+  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);
+  const auto combine = [&](const float (&values)[kChunks][kColumns], float* partials) {
+    __syncthreads();
+    if (team == 0) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        float* const target = staging + group * width + begin + (lane + k * lanes) * kColumns;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) {
+          *reinterpret_cast<float4*>(target + i) =
+              make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
+        }
+      }
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < p.cols; column += blockDim.x) {
+      float sum = 0;
+      for (int g = 0; g < p.groups; ++g) sum += staging[g * width + column];
+      partials[partial * p.cols + column] = sum;
+    }
+  };
+  combine(dw, p.dw_partials);
+  combine(db, p.db_partials);
+}
+
+// Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device.
+inline cudaError_t allow_memory(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (error != cudaSuccess || (prepared.load(std::memory_order_relaxed) & bit) != 0) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+  return error;
+}
+
+template <class X, int kChunks, bool kVectorized>
+cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cudaStream_t stream) {
+  const auto launch_span = [&](auto span) {
+    constexpr RingSpan kSpan = decltype(span)::value;
+    const auto kernel = backward_ring<X, kChunks, kSpan, kVectorized>;
+    const int threads = plan.threads_per_row * plan.rows_per_block;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kChunks, kSpan, kVectorized>;
+    constexpr int kWeightBytes = kRingKeepsWeight<X, kChunks> ? 0 : kChunks * kChunkColumns<X> * 4;
+    const int bytes = threads / kWarpSize * kWarpBytes + plan.threads_per_row * kWeightBytes;
+    static std::atomic<uint64_t> prepared{0};  // a bit per device
+    const cudaError_t error =
+        allow_memory(reinterpret_cast<const void*>(kernel),
+                     kRingWarps * kWarpBytes + kRingThreads * kWeightBytes, prepared);
+    if (error != cudaSuccess) return error;
+    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size, bytes, stream, p);
+  };
+  if (plan.cluster_size > 1) {
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());
+  }
+  if (plan.threads_per_row > kWarpSize) {
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>());
+  }
+  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>());
+}
+
+}  // namespace fastnorm::cuda
