@@ -343,14 +343,8 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan,
     p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
     p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
     p.cluster_size = plan.cluster_size;
-    constexpr int kFew = ring_chunks(sizeof(X) == 2)[0], kMany = ring_chunks(sizeof(X) == 2)[1];
-    const auto launch_chunks = [&](auto chunks) {
-      constexpr int kChunks = decltype(chunks)::value;
-      return plan.vectorized ? launch_ring<X, kChunks, true>(p, plan, stream)
-                             : launch_ring<X, kChunks, false>(p, plan, stream);
-    };
-    return plan.chunks_per_thread == kFew ? launch_chunks(std::integral_constant<int, kFew>())
-                                          : launch_chunks(std::integral_constant<int, kMany>());
+    return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
+                           : launch_ring<X, false>(p, plan, stream);
   }
 }
 

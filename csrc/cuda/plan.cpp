@@ -119,75 +119,84 @@ int shared_bytes_of(const DeviceProperties& device) {
   }
 }
 
-// How the ring holds a row: `chunks` per thread, `threads` of each block of a cluster.
+// How the ring holds a row: by `threads` of each block of a cluster.
 struct RingShape {
-  int chunks = 0, threads = 0, cluster_size = 1;
+  int threads = 0;
+  int cluster_size = 1;
 };
 
-// The shape that leaves the fewest lanes idle, in rows too short for them or in warps of a block
-// that hold no row; the smaller of equals.
+// Threads that stream rows of x's dtype on one multiprocessor: 512 of a 16-bit type. With twice the
+// bytes in flight float32 is slower: 16384 x 4096 took 216 us on an H200 with 512 threads, 200 us
+// with 256.
+int ring_threads(DType x_dtype) { return size_in_bytes(x_dtype) == 2 ? 512 : 256; }
+
+// The smallest cluster whose blocks hold the row, or none.
 std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
                                     const PlanRequest& request) {
-  constexpr int kRingBytes = 227 * 1024;
-  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
-      !problem.one_dtype || problem.x_dtype == DType::kFloat64) {
+  // dx of a single column is exactly zero, which takes the other kernels' order of operations.
+  if (device.compute_capability < 90 || !problem.one_dtype || problem.x_dtype == DType::kFloat64 ||
+      problem.cols < 2) {
     return std::nullopt;
   }
-  constexpr int kWarps = kRingThreads / kWarpSize;
-  const int64_t chunks =
-      std::max<int64_t>(1, ceil_div(problem.cols, chunk_columns(problem.x_dtype)));
-  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
-  int least_cluster = 1;
+  int least_size = 1;
   if (request.cluster_size && *request.cluster_size <= kMaxClusterSize) {
-    least_cluster = static_cast<int>(next_power_of_two(std::max(1, *request.cluster_size)));
+    least_size = static_cast<int>(next_power_of_two(std::max(1, *request.cluster_size)));
   }
-  std::optional<RingShape> best;
-  double best_use = 0;
-  for (int cluster_size = least_cluster; cluster_size <= kMaxClusterSize; cluster_size *= 2) {
-    for (int i = 0; i < 2; ++i) {
-      const int per_thread = ring_chunks(is_16_bit)[i];
-      const int64_t lanes = ceil_div(chunks, int64_t{per_thread} * cluster_size);
-      RingShape shape{per_thread, 0, cluster_size};
-      double warps_used = 1;
-      if (cluster_size == 1 && lanes <= kWarpSize) {
-        shape.threads = static_cast<int>(next_power_of_two(lanes));
-      } else {
-        const int64_t warps = ceil_div(lanes, kWarpSize);
-        if (warps > kWarps) continue;
-        shape.threads = static_cast<int>(warps * kWarpSize);
-        const int64_t groups = cluster_size == 1 ? kWarps / warps : 1;
-        warps_used = static_cast<double>(warps * groups) / kWarps;
-      }
-      const double lanes_used = static_cast<double>(chunks) /
-                                (static_cast<double>(shape.threads) * per_thread * cluster_size);
-      const double use = lanes_used * warps_used;
-      if (use > best_use * 1.01) {
-        best_use = use;
-        best = shape;
-      }
+  const int64_t threads = ceil_div(ceil_div(problem.cols, chunk_columns(problem.x_dtype)),
+                                   backward_chunks(problem.x_dtype));
+  if (least_size == 1 && threads <= kWarpSize) {
+    return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
+  }
+  for (int64_t most : {ring_threads(problem.x_dtype), kMaxThreadsPerRow}) {
+    for (int size = least_size; size <= kMaxClusterSize; size *= 2) {
+      const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
+      if (each <= most) return RingShape{static_cast<int>(each), size};
     }
-    if (best) break;  // larger clusters only where smaller ones cannot hold the row
   }
-  return best;
+  return std::nullopt;
 }
 
-// The ring's blocks and, for each, the rows it works on at a time.
+// The ring's threads, the rows that a block works on at a time, and how many blocks there are.
+//
 // Fewer blocks than multiprocessors: each GPC has its own path to memory, GPCs have different
 // numbers of multiprocessors, and with a block on each those of a large GPC get a smaller share and
 // finish last. On an H200, whose 132 are in GPCs of 14 to 18, 16384 x 8192 bfloat16 took 216 us
 // with 132 blocks, which ended between 171 and 205 us, and 201 us with 116, which ended within 6
-// us.
-void shape_ring(BackwardPlan& plan, const RingShape& shape, int64_t rows,
-                const DeviceProperties& device) {
+// us. It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095:
+// .66 of an elementwise sum with 132 blocks, .59 with 116), and where many lanes have no column or
+// warps no row. The latter also have larger blocks (174764 x 768: .94 with 132 blocks of 640
+// threads, .91 with 116; 131072 x 1024, without idle lanes, .92 with 116 of 512 and .91 with 132 of
+// 640).
+int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
+                   const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
-  plan.chunks_per_thread = shape.chunks;
+  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = shape.cluster_size;
-  const int64_t most = shape.cluster_size > 1 ? 1 : kRingThreads / shape.threads;
-  const int64_t least = std::max(1, kWarpSize / shape.threads);
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const bool short_rows = shape.threads <= kWarpSize && shape.cluster_size == 1;
+  int block_threads = short_rows ? kMaxThreadsPerRow : ring_threads(problem.x_dtype);
+  int64_t most_rows = shape.cluster_size > 1 ? 1 : block_threads / shape.threads;
+  const double busy = static_cast<double>(problem.cols) * static_cast<double>(most_rows) /
+                      (static_cast<double>(chunk_columns(problem.x_dtype)) *
+                       plan.chunks_per_thread * block_threads * shape.cluster_size);
+  const bool idle = is_16_bit && !short_rows && busy < 0.8;
+  if (idle && plan.vectorized && shape.cluster_size == 1) {
+    most_rows = kMaxRingThreads / shape.threads;
+  }
   // Few rows: smaller blocks on more multiprocessors.
-  const int64_t spread = ceil_div(ceil_div(rows, device.sm_count), least) * least;
-  plan.rows_per_block = static_cast<int>(std::min(most, spread));
+  const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
+  const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
+  plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
+
+  // Clusters of four and more do not fit into what is left of some GPCs; one that has to wait for
+  // another's end doubles the time.
+  const bool fits_anywhere = shape.cluster_size <= 2;
+  if (fits_anywhere && (idle || !plan.vectorized || (short_rows && !is_16_bit))) {
+    return device.sm_count;
+  }
+  const int spared = short_rows || shape.cluster_size > 1 ? 11 : 8;
+  return device.sm_count - device.sm_count / spared;
 }
 
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
@@ -327,7 +336,8 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const std::optional<RingShape> ring = ring_shape(problem, device, request);
   const bool forced_other = request.kernel && *request.kernel != Kernel::kRing &&
                             runs(*request.kernel, chunks, plan.chunks_per_thread, device);
-  if (ring && !forced_other) shape_ring(plan, *ring, problem.rows, device);
+  int64_t ring_blocks = 0;
+  if (ring && !forced_other) ring_blocks = shape_ring(plan, *ring, problem, device);
   switch (plan.kernel) {
     case Kernel::kRing:
       break;
@@ -350,7 +360,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
   const bool by_ring = plan.kernel == Kernel::kRing;
   const int64_t resident_blocks =
-      by_ring ? device.sm_count - device.sm_count / 8
+      by_ring ? ring_blocks
               : int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
   const int64_t resident_groups = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
 

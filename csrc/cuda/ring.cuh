@@ -43,35 +43,35 @@ struct RingParameters {
   int cluster_size;
 };
 
-constexpr int kRingWarps = kRingThreads / kWarpSize;
+// 16 columns per thread: 32 bytes of a 16-bit row, 64 of float32.
+template <class X>
+constexpr int kRingChunks = backward_chunks(sizeof(X) == 2 ? DType::kFloat16 : DType::kFloat32);
+
+constexpr int kRingWarps = kMaxRingThreads / kWarpSize;       // of a block
+constexpr int kRingRowWarps = kMaxThreadsPerRow / kWarpSize;  // of a row in one block
 constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
-// Whether a thread's weights fit its registers beside dw and db; else all groups of the block read
-// them from shared memory.
-template <class X, int kChunks>
-constexpr bool kRingKeepsWeight = kChunks * kChunkColumns<X> <= 16;
+// 96 let a block have 640 threads; where that spills, blocks have 512 at the most.
+template <RingSpan kSpan, bool kVectorized>
+constexpr int kRingRegisters = kSpan == RingSpan::kWarp ? 128
+                               : kVectorized            ? 96
+                                                        : 112;
 
-// 112 leave room beside a block of 512 threads for one of the kernel that finishes dw and db, which
-// can wait there for the end of this one.
-template <class X, int kChunks>
-constexpr int kRingRegisters = kRingKeepsWeight<X, kChunks> ? 112 : 128;
-
-// Rows under way per group. Deeper rings gain nothing: with more bytes in flight the
-// multiprocessors compete, those of large GPCs fall behind, and the last one decides.
-template <class X, int kChunks, RingSpan kSpan>
-constexpr int kRingStages = kSpan == RingSpan::kWarp                         ? 2
-                            : kRingKeepsWeight<X, kChunks> && sizeof(X) == 2 ? 4
-                                                                             : 3;
+// Rows under way per group, those being summed and finished among them. More are no gain: at 16384
+// x 8192 bfloat16 4 gave .92 of an elementwise sum, 3 .91; at 8192 x 16384 both .885, 2 only .71.
+template <class X, RingSpan kSpan>
+constexpr int kRingStages =
+    kSpan == RingSpan::kWarp ? (sizeof(X) == 2 ? 3 : 2) : (sizeof(X) == 2 ? 4 : 3);
 
 // Granules of one tensor and stage of a warp. An unaligned row reaches into one more per team.
-template <int kChunks, RingSpan kSpan, bool kVectorized>
-constexpr int kRingGranules = kWarpSize * kChunks + (kVectorized                ? 0
-                                                     : kSpan == RingSpan::kWarp ? kWarpSize
-                                                                                : 1);
+template <class X, RingSpan kSpan, bool kVectorized>
+constexpr int kRingGranules = kWarpSize * kRingChunks<X> + (kVectorized                ? 0
+                                                            : kSpan == RingSpan::kWarp ? kWarpSize
+                                                                                       : 1);
 
-template <class X, int kChunks, RingSpan kSpan, bool kVectorized>
+template <class X, RingSpan kSpan, bool kVectorized>
 constexpr int kRingWarpBytes =
-    kRingStages<X, kChunks, kSpan> * 2 * kRingGranules<kChunks, kSpan, kVectorized> * kChunkBytes;
+    kRingStages<X, kSpan> * 2 * kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
 
 // The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
 // one, in the upper half the other. Half the shuffles of two separate sums.
@@ -96,7 +96,7 @@ class RingExchange {
  public:
   static constexpr bool kCluster = kSpan == RingSpan::kCluster;
   static constexpr int kGroups = kCluster ? 1 : kRingWarps;
-  static constexpr int kSlots = kCluster ? kRingWarps * kMaxClusterSize : kRingWarps;
+  static constexpr int kSlots = kCluster ? kRingRowWarps * kMaxClusterSize : kRingRowWarps;
 
   struct Storage {
     // kBlock: [group][exchange][first or second sum][warp]; kCluster: [exchange][warp] pairs
@@ -191,13 +191,15 @@ class RingExchange {
   unsigned remote_slot_ = 0, remote_barrier_ = 0;
 };
 
-template <class X, int kChunks, RingSpan kSpan, bool kVectorized>
-__global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const RingParameters<X> p) {
+template <class X, RingSpan kSpan, bool kVectorized>
+__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
+    backward_ring(const RingParameters<X> p) {
+  constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr bool kShort = kSpan == RingSpan::kWarp;
-  constexpr int kStages = kRingStages<X, kChunks, kSpan>;
-  constexpr unsigned kTensorBytes = kRingGranules<kChunks, kSpan, kVectorized> * kChunkBytes;
+  constexpr int kStages = kRingStages<X, kSpan>;
+  constexpr unsigned kTensorBytes = kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
   constexpr unsigned kStageBytes = 2 * kTensorBytes;
   using Chunk = Pack<X, kColumns>;
   using Exchange = RingExchange<kSpan>;
@@ -232,7 +234,7 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
   const int64_t stride = unit_stride * teams;
 
   const unsigned ring =
-      shared_address(ring_memory) + warp * kRingWarpBytes<X, kChunks, kSpan, kVectorized> +
+      shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized> +
       (kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane) * kChunkBytes;
   const unsigned ring_end = ring + kStages * kStageBytes;
   const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
@@ -327,59 +329,23 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
   load_statistics(mean, rstd);
   load_statistics(next_mean, next_rstd);
 
-  constexpr bool kKeepsWeight = kRingKeepsWeight<X, kChunks>;
-  float kept_weight[kKeepsWeight ? kChunks : 1][kColumns];
-  // Behind the ring: the first four columns of all chunks of the block, then the others.
-  const unsigned shared_weight =
-      shared_address(ring_memory) +
-      blockDim.x / kWarpSize * kRingWarpBytes<X, kChunks, kSpan, kVectorized> +
-      (row_warp * kWarpSize * kChunks + lane) * kChunkBytes;
-  const unsigned weight_half = (kShort ? 1 : p.warps) * lanes * kChunks * kChunkBytes;
-  const auto put_weight = [&](int k, const float (&values)[kColumns]) {
-    if constexpr (kKeepsWeight) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) kept_weight[k][i] = values[i];
-    } else if (group == 0 && team == 0) {
-#pragma unroll
-      for (int i = 0; i < kColumns; i += 4) {
-        store_shared(shared_weight + i / 4 * weight_half + k * lanes * kChunkBytes,
-                     {{__float_as_uint(values[i]), __float_as_uint(values[i + 1]),
-                       __float_as_uint(values[i + 2]), __float_as_uint(values[i + 3])}});
-      }
-    }
-  };
-  const auto get_weight = [&](int k, float (&values)[kColumns]) {
-    if constexpr (kKeepsWeight) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) values[i] = kept_weight[k][i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kColumns; i += 4) {
-        const Granule part =
-            load_shared(shared_weight + i / 4 * weight_half + k * lanes * kChunkBytes);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) values[i + j] = __uint_as_float(part.words[j]);
-      }
-    }
-  };
+  float weight[kChunks][kColumns];
   const auto load_weight = [&](const auto* source) {
     using W = std::remove_cv_t<std::remove_pointer_t<decltype(source)>>;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const auto pack = load_pack<kVectorized, W, kColumns>(
           source + begin + (lane + k * lanes) * kColumns, left_of(k));
-      float values[kColumns];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) values[i] = pack.template get<float>(i);
-      put_weight(k, values);
+      for (int i = 0; i < kColumns; ++i) weight[k][i] = pack.template get<float>(i);
     }
   };
   if (p.weight == nullptr) {
-    float ones[kColumns];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) ones[i] = 1;
+    for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) put_weight(k, ones);
+      for (int i = 0; i < kColumns; ++i) weight[k][i] = 1;
+    }
   } else if (p.weight_dtype == DType::kFloat32) {
     load_weight(static_cast<const float*>(p.weight));
   } else {
@@ -439,12 +405,10 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
-      float weight[kColumns];
-      get_weight(k, weight);
       Sums<float> chunk;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        const float wdy = dy.template get<float>(i) * weight[i];
+        const float wdy = dy.template get<float>(i) * weight[k][i];
         const float centred = x.template get<float>(i) - mean;
         chunk.xhat_wdy = i == 0 ? centred * wdy : fma(centred, wdy, chunk.xhat_wdy);
         chunk.wdy = i == 0 ? wdy : chunk.wdy + wdy;
@@ -470,8 +434,6 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
-      float weight[kColumns];
-      get_weight(k, weight);
       Chunk out;
 #pragma unroll
       for (int i = 0; i < kColumns; i += 2) {
@@ -483,7 +445,7 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
           const float scaled = g * rstd;
           dw[k][i + j] = fma(scaled, centred, dw[k][i + j]);
           db[k][i + j] += g;
-          values[j] = fma(-slope, centred, fma(scaled, weight[i + j], -offset));
+          values[j] = fma(-slope, centred, fma(scaled, weight[k][i + j], -offset));
         }
         out.set_pair(i, values[0], values[1]);
       }
@@ -547,7 +509,6 @@ __global__ void __maxnreg__((kRingRegisters<X, kChunks>)) backward_ring(const Ri
 
   unsigned slot = ring;
   if constexpr (kShort) {
-    if constexpr (!kKeepsWeight) __syncthreads();
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       float later_mean, later_rstd;
@@ -686,21 +647,22 @@ inline cudaError_t allow_memory(const void* kernel, int bytes, std::atomic<uint6
   return error;
 }
 
-template <class X, int kChunks, bool kVectorized>
+template <class X, bool kVectorized>
 cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cudaStream_t stream) {
   const auto launch_span = [&](auto span) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    const auto kernel = backward_ring<X, kChunks, kSpan, kVectorized>;
+    const auto kernel = backward_ring<X, kSpan, kVectorized>;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized>;
+    constexpr int kMostWarps =
+        kSpan == RingSpan::kBlock && kVectorized && sizeof(X) == 2 ? kRingWarps : kRingRowWarps;
     const int threads = plan.threads_per_row * plan.rows_per_block;
-    constexpr int kWarpBytes = kRingWarpBytes<X, kChunks, kSpan, kVectorized>;
-    constexpr int kWeightBytes = kRingKeepsWeight<X, kChunks> ? 0 : kChunks * kChunkColumns<X> * 4;
-    const int bytes = threads / kWarpSize * kWarpBytes + plan.threads_per_row * kWeightBytes;
+    if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error =
-        allow_memory(reinterpret_cast<const void*>(kernel),
-                     kRingWarps * kWarpBytes + kRingThreads * kWeightBytes, prepared);
+        allow_memory(reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, prepared);
     if (error != cudaSuccess) return error;
-    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size, bytes, stream, p);
+    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size,
+                          threads / kWarpSize * kWarpBytes, stream, p);
   };
   if (plan.cluster_size > 1) {
     return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());

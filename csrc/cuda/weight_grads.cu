@@ -26,7 +26,7 @@ __device__ void store_element(void* target, DType dtype, int64_t i, A value) {
 // A block adds up blockDim.x * kVector columns of dw (blockIdx.y 0) or db (1); its threadIdx.y take
 // the partial sums in turn.
 template <class A, int kVector>
-__global__ void __launch_bounds__(kFinishThreads, 8) finish_kernel(const FinishParameters<A> p) {
+__global__ void __launch_bounds__(kFinishThreads, 4) finish_kernel(const FinishParameters<A> p) {
   struct alignas(sizeof(A) * kVector) Vector {
     A values[kVector];
   };
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kFinishThreads, 8) finish_kernel(const FinishP
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kVector;
   Vector sum = {};
   if (column < p.cols) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t row = threadIdx.y; row < p.partials; row += blockDim.y) {
       const Vector other = *reinterpret_cast<const Vector*>(partials + row * p.cols + column);
 #pragma unroll
