@@ -117,8 +117,10 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
         assert threads in (1, 2, 4, 8, 16) or threads % 32 == 0, where
         together = plan.get("rows_per_thread", 1)
         assert plan["rows_per_block"] % together == 0, where
-        assert 1 <= threads * plan["rows_per_block"] // together <= (
-            640 if plan["kernel"] == "ring" else 512
+        assert (
+            1
+            <= threads * plan["rows_per_block"] // together
+            <= (640 if plan["kernel"] == "ring" else 512)
         ), where
         assert plan.get("shared_bytes", 0) + 2048 <= SHARED_BYTES[gpu[1]], where
         assert plan["chunks_per_thread"] * together <= 8, where
@@ -158,7 +160,6 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
         )
         return plan["kernel"]
 
-
     for capability in (90, 100, 120):
         assert kernel(1, capability) == kernel(block, capability) == "rows"
         assert kernel(block + 1, capability) == kernel(8 * block, capability) == "cluster"
@@ -174,9 +175,7 @@ def test_widths_of_the_ring(dtype: str) -> None:
     widest = 65_536
 
     def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
-        return _C.plan(
-            "backward", 1000, cols, dtype, compute_capability=capability, **request
-        )
+        return _C.plan("backward", 1000, cols, dtype, compute_capability=capability, **request)
 
     for cols in (2, 7, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, widest):
         assert plan(cols)["kernel"] == plan(cols, 100)["kernel"] == "ring"

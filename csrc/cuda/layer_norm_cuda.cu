@@ -1,4 +1,5 @@
 // The entry points of the CUDA kernels: device properties, alignment, and the dtype of x.
+#include <algorithm>
 #include <array>
 #include <atomic>
 
@@ -19,6 +20,18 @@ bool is_aligned(const void* data, DType dtype, int64_t row_stride, int64_t eleme
          row_stride * size_in_bytes(dtype) % access == 0;
 }
 
+// The capability that kernels may be planned for: without code for 9.0 or later, as in a build for
+// 8.0 whose PTX a newer device compiles, there are no clusters.
+int usable_capability(int capability) {
+  constexpr int kClusters = 90;
+  const std::vector<int> architectures = compiled_architectures();
+  const bool compiled =
+      std::any_of(architectures.begin(), architectures.end(), [&](int architecture) {
+        return architecture / 10 >= kClusters && architecture / 10 <= capability;
+      });
+  return compiled ? capability : std::min(capability, kClusters - 1);
+}
+
 }  // namespace
 
 cudaError_t device_properties(int device, DeviceProperties& properties) {
@@ -36,7 +49,7 @@ cudaError_t device_properties(int device, DeviceProperties& properties) {
       error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     }
     if (error != cudaSuccess) return error;
-    packed = (int64_t{sm_count} << 32) | (major * 10 + minor);
+    packed = (int64_t{sm_count} << 32) | usable_capability(major * 10 + minor);
     if (cacheable) cache[device].store(packed, std::memory_order_relaxed);
   }
   properties.sm_count = static_cast<int>(packed >> 32);
