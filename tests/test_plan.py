@@ -171,15 +171,16 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_of_the_ring(dtype: str) -> None:
-    """The backward's kernel, as far as eight blocks hold the row."""
-    widest = 65_536
+    """The backward's kernel, from rows of five chunks to those that eight blocks hold."""
+    narrowest, widest = 4 * chunk_columns(dtype) + 1, 65_536
 
     def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
         return _C.plan("backward", 1000, cols, dtype, compute_capability=capability, **request)
 
-    for cols in (2, 7, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, widest):
+    for cols in (narrowest, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, widest):
         assert plan(cols)["kernel"] == plan(cols, 100)["kernel"] == "ring"
-        assert plan(cols, 80)["kernel"] != "ring"
+        for capability in (80, 120):  # neither has the shared memory, nor 8.0 the barriers
+            assert plan(cols, capability)["kernel"] != "ring"
         assert plan(cols, one_dtype=False)["kernel"] != "ring"
         for size in (1, 2, 4, 8):
             forced = plan(cols, cluster_size=size)
@@ -187,7 +188,7 @@ def test_widths_of_the_ring(dtype: str) -> None:
             assert forced["cluster_size"] >= size
             assert capacity(forced, dtype) >= cols
     assert plan(widest + 1)["kernel"] == "split"
-    assert plan(1)["kernel"] == "rows"
+    assert plan(narrowest - 1)["kernel"] == plan(1)["kernel"] == "rows"
 
 
 @pytest.mark.parametrize("dtype", SMALL)

@@ -37,15 +37,6 @@ __device__ __forceinline__ void copy_async(unsigned target, const void* source) 
 #endif
 }
 
-// The same of its first `bytes` bytes; the others become zero.
-__device__ __forceinline__ void copy_async(unsigned target, const void* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(bytes)
-               : "memory");
-#endif
-}
-
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 900

@@ -258,6 +258,19 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   int to_copy = count;
   int64_t copied_row = first;
 
+  const auto copy_elements = [&](unsigned target, const char* source, int bytes) {
+    for (int at = 0; at < bytes; at += kSize) {
+      if constexpr (kSize == 2) {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
+                     "h"(*reinterpret_cast<const uint16_t*>(source + at))
+                     : "memory");
+      } else {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + at),
+                     "r"(*reinterpret_cast<const uint32_t*>(source + at))
+                     : "memory");
+      }
+    }
+  };
   // The granules in which an unaligned run lies.
   const auto copy_run = [&](unsigned slot, const char* source, const X* end) {
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
@@ -269,8 +282,11 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       const int at = k * lanes * kChunkBytes;
       if (at + lane * kChunkBytes < bytes && (k < kChunks || lane == 0)) {
         const int64_t rest = to_end - at;
-        copy_async(slot + k * chunk_step, granules + at,
-                   rest < kChunkBytes ? static_cast<int>(rest) : kChunkBytes);
+        if (rest >= kChunkBytes) {
+          copy_async(slot + k * chunk_step, granules + at);
+        } else {  // a tensor's last granule, of which not all is the tensor's
+          copy_elements(slot + k * chunk_step, granules + at, static_cast<int>(rest));
+        }
       }
     }
   };
