@@ -39,7 +39,9 @@ def demangle(names: Iterable[str]) -> list[str]:
     run = subprocess.run(
         ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
     )
-    short = (line.removeprefix("void ").split("(fastnorm")[0] for line in run.stdout.splitlines())
+    # Enumerators among template arguments appear as casts: (fastnorm::cuda::RingSpan)1
+    plain = re.sub(r"\(fastnorm::cuda::(\w+)\)(\d+)", r"\1 \2", run.stdout)
+    short = (line.removeprefix("void ").split("(fastnorm")[0] for line in plain.splitlines())
     return [name.replace("fastnorm::cuda::", "") for name in short]
 
 

@@ -259,6 +259,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   int64_t copied_row = first;
 
   const auto copy_elements = [&](unsigned target, const char* source, int bytes) {
+#pragma unroll 1
     for (int at = 0; at < bytes; at += kSize) {
       if constexpr (kSize == 2) {
         asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
