@@ -167,6 +167,11 @@ TORCH_LIBRARY_IMPL(fastnorm, CompositeImplicitAutograd, m) {
   m.impl("layer_norm", layer_norm_composite);
 }
 
+// vmap takes the composite operator apart, too, instead of calling it sample by sample.
+TORCH_LIBRARY_IMPL(fastnorm, FuncTorchBatchedDecomposition, m) {
+  m.impl("layer_norm", layer_norm_composite);
+}
+
 }  // namespace fastnorm::ops
 
 namespace fastnorm {

@@ -143,13 +143,6 @@ def test_meta_checks_what_the_kernels_check() -> None:
         ops.layer_norm(x, [3], out_dtype=torch.float64)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_rows(device: str) -> None:
-    x, w = random((3, 4, 6), torch.float32, device), random((6,), torch.float32, device, seed=1)
-    got = torch.func.vmap(lambda x: layer_norm(x, (6,), w))(x)
-    torch.testing.assert_close(got, layer_norm(x, (6,), w))
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])

@@ -4,8 +4,10 @@ from fastnorm._checks import load_extension
 
 _C = load_extension()
 
-from fastnorm import functional  # noqa: E402  (the operators are registered from here on)
+from fastnorm import _vmap, functional  # noqa: E402  (the operators are registered from here on)
 from fastnorm.modules import LayerNorm  # noqa: E402
+
+_vmap.register()
 
 __version__: str = _C.build_info()["version"]
 
