@@ -1,6 +1,6 @@
-// The asynchronous instructions of compute capability 9.0 that the rings of the backward are made
-// of: copies into shared memory, barriers in it that count bytes, stores to another block's, and
-// launches that overlap. On older devices they do nothing; plans do not use them there.
+// Asynchronous instructions: copies into shared memory, barriers in it that count bytes, stores to
+// another block's, and launches that overlap. But for start_copy, of the forward, they are of
+// compute capability 9.0: on older devices they do nothing, and plans do not use them there.
 #pragma once
 
 #include "numeric.cuh"
@@ -30,7 +30,25 @@ __device__ __forceinline__ void store_shared(unsigned address, const Granule& gr
                : "memory");
 }
 
-// Copies a granule from device memory to shared memory.
+// Copies 16 bytes to shared memory by way of the L1 cache; the thread that asked for them may read
+// them after wait_for_copies.
+__device__ __forceinline__ void start_copy(uint4* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
+#else
+  *shared = *static_cast<const uint4*>(global);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Copies a granule from device memory to shared memory, past the L1 cache.
 __device__ __forceinline__ void copy_async(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");

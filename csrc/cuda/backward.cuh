@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     const A mean = active ? p.mean[row] : A(0);
     const A rstd = active ? p.rstd[row] : A(0);
     Sums<A> sums = sum_lanes(tile.sums(share, mean, rstd), lanes);
-    if (several_warps) sums = reducer.reduce(sums, [] {});
+    if (several_warps) sums = reducer.reduce(sums);
     const auto dx = tile.dx(mean, rstd, sums, static_cast<A>(p.cols));
     const auto dx_chunk = [&](int k) { return dx.chunks[k]; };
     if (several_warps) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
                         p.dy_end);
   const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]);
-  const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize), [] {});
+  const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize));
   if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
 }
 

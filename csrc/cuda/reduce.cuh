@@ -2,6 +2,7 @@
 // cluster. Always in the same order, so that results repeat bit for bit.
 #pragma once
 
+#include "async.cuh"
 #include "numeric.cuh"
 #include "shift.cuh"
 
@@ -117,18 +118,14 @@ __device__ __forceinline__ int cluster_rank() {
 // Writes to the shared memory of the block of rank `rank`, at the address that `target` has here.
 __device__ __forceinline__ void store_remote(float* target, float value, int rank) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned local = static_cast<unsigned>(__cvta_generic_to_shared(target));
-  unsigned remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  const unsigned remote = remote_address(shared_address(target), rank);
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
 #endif
 }
 
 __device__ __forceinline__ void store_remote(double* target, double value, int rank) {
 #if __CUDA_ARCH__ >= 900
-  const unsigned local = static_cast<unsigned>(__cvta_generic_to_shared(target));
-  unsigned remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
+  const unsigned remote = remote_address(shared_address(target), rank);
   asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(remote), "d"(value) : "memory");
 #endif
 }
@@ -146,18 +143,14 @@ __device__ __forceinline__ void store_remote(Sums<A>* target, const Sums<A>& val
 // block is threads_per_row (whole warps) x rows_per_block; with kCluster all blocks of the cluster
 // share the row. Two sets of slots take turns: a thread that writes a set has passed the barrier of
 // the row before, and so has every reader of that set.
-// kByBlock: blocks of a cluster reduce their own warps first, and one value travels from each block
-// to each, not one from each warp. With 256 threads per block 2048 x 65536 bfloat16 took 208 us on
-// an H200 instead of 230 us; with 512, and in the backward, it takes longer.
-template <class Value, bool kCluster, bool kByBlock = false>
+template <class Value, bool kCluster>
 class RowReducer {
  public:
   static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
-  static constexpr int kSlots = kCluster && !kByBlock ? kMaxWarps * kMaxClusterSize : kMaxWarps;
+  static constexpr int kSlots = kCluster ? kMaxWarps * kMaxClusterSize : kMaxWarps;
 
   struct Storage {
     Value slots[2][kSlots];
-    Value warps[kByBlock ? kMaxWarps : 1];
   };
 
   // Every thread of the block (with kCluster: of the cluster) must come here.
@@ -171,35 +164,22 @@ class RowReducer {
   }
 
   // The merge over the row, in all its threads, of `value`, which is the same in all lanes of a
-  // warp. `meanwhile` is done while the other warps may still be at work. Every thread of the block
-  // must come here.
-  template <class Meanwhile>
-  __device__ __forceinline__ Value reduce(const Value& value, const Meanwhile& meanwhile) {
+  // warp. Every thread of the block must come here.
+  __device__ __forceinline__ Value reduce(const Value& value) {
     const int warp = threadIdx.x / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
     Value* const slots = storage_.slots[turn_];
     turn_ ^= 1;
     if constexpr (kCluster) {
-      Value mine = value;
-      if constexpr (kByBlock) {
-        if (lane == 0) storage_.warps[warp] = value;
-        __syncthreads();
-        if (warp == 0) mine = reduce_array(storage_.warps, warps_);
-      }
       if (!started_) cluster_wait();
       started_ = true;
-      const int values = kByBlock ? 1 : warps_;  // of each block
-      if (lane < cluster_size_ && warp < values) {
-        store_remote(&slots[rank_ * values + warp], mine, lane);
-      }
+      if (lane < cluster_size_) store_remote(&slots[rank_ * warps_ + warp], value, lane);
       cluster_arrive();
-      meanwhile();
       cluster_wait();
-      return reduce_array(slots, cluster_size_ * values);
+      return reduce_array(slots, cluster_size_ * warps_);
     } else {
       const int row = threadIdx.y;
       if (lane == 0) slots[row * warps_ + warp] = value;
-      meanwhile();
       __syncthreads();
       return reduce_array(slots + row * warps_, warps_);
     }

@@ -21,23 +21,6 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
   return y;
 }
 
-// Copies 16 bytes to shared memory; the thread that asked for them may read them after
-// wait_for_copies.
-__device__ __forceinline__ void start_copy(uint4* shared, const void* global) {
-#if __CUDA_ARCH__ >= 800
-  const auto target = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
-#else
-  *shared = *static_cast<const uint4*>(global);
-#endif
-}
-
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
 // room for the threads, and the bytes on their way, that it takes.
 template <class X, int kChunks, int kShared, bool kVectorized>

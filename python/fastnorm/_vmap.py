@@ -51,7 +51,7 @@ def _forward(
         return op(x, normalized_shape, weight, bias, eps, out_dtype), (0, 0, 0)
     batch_dims = x.dim() - (input_dim is not None) - len(normalized_shape)
     # Unrounded, so that the result is rounded once, as in the kernel.
-    wide = None if x.dtype == torch.float64 else torch.float32
+    wide = _accumulation_dtype(x.dtype)
     y, mean, rstd = op(x, normalized_shape, None, None, eps, wide)
     if weight is not None:
         y = y * _beside_rows(weight, weight_dim, batch_dims)
