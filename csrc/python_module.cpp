@@ -48,11 +48,13 @@ constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
     {"short_rows", cuda::Kernel::kShortRows},
     {"rows", cuda::Kernel::kRows},
     {"cluster", cuda::Kernel::kCluster},
+    {"few_rows", cuda::Kernel::kFewRows},
     {"ring", cuda::Kernel::kRing},
     {"split", cuda::Kernel::kSplit}};
 constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
     {"none", cuda::WeightGrads::kNone},
     {"fused", cuda::WeightGrads::kFused},
+    {"tiles", cuda::WeightGrads::kTiles},
     {"columns", cuda::WeightGrads::kColumns}};
 
 py::dict build_info() {
@@ -123,6 +125,8 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
   result["partials"] = plan.partials;
+  result["slices"] = plan.slices;
+  result["column_blocks"] = plan.column_blocks;
   result["column_threads"] = plan.column_threads;
   result["column_rows"] = plan.column_rows;
   result["column_tiles"] = plan.column_tiles;

@@ -136,6 +136,27 @@ __device__ __forceinline__ unsigned remote_address(unsigned local, int rank) {
   return remote;
 }
 
+__device__ __forceinline__ float4 load_float4(unsigned address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+// The same from an address that remote_address gave.
+__device__ __forceinline__ float4 load_remote(unsigned address) {
+  float4 value = make_float4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return value;
+}
+
 // Stores a pair into another block's shared memory and counts its 8 bytes at a barrier there.
 __device__ __forceinline__ void store_async(unsigned target, float first, float second,
                                             unsigned barrier) {

@@ -8,6 +8,7 @@
 // backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
 #pragma once
 
+#include "few_rows.cuh"
 #include "launch.cuh"
 #include "pieces.cuh"
 #include "reduce.cuh"
@@ -296,7 +297,8 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {
     case Kernel::kShortRows:  // of the forward alone
-    case Kernel::kRing:       // launched elsewhere
+    case Kernel::kFewRows:    // launched elsewhere
+    case Kernel::kRing:
       return cudaErrorInvalidValue;
     case Kernel::kRows:
       return launch_rows(fused ? backward_rows<X, DY, W, true, false, kVectorized>
@@ -313,39 +315,73 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
   return cudaErrorInvalidValue;
 }
 
+// The lanes or warps of a block that hold a row of kFewRows or kRing.
+template <class Parameters>
+void set_span(Parameters& p, const BackwardPlan& plan) {
+  const bool several_warps = plan.cluster_size > 1 || plan.threads_per_row > kWarpSize;
+  p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
+  p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
+  p.cluster_size = plan.cluster_size;
+}
+
+template <class X>
+cudaError_t launch_few_rows(const BackwardArgs& args, const BackwardPlan& plan,
+                            cudaStream_t stream) {
+  FewRowsParameters<X> p;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.inverse_cols = 1.0f / static_cast<float>(args.cols);
+  p.x = static_cast<const X*>(args.x);
+  p.x_row_stride = args.x_row_stride;
+  p.dy = static_cast<const X*>(args.dy);
+  p.dy_row_stride = args.dy_row_stride;
+  p.mean = static_cast<const float*>(args.mean);
+  p.rstd = static_cast<const float*>(args.rstd);
+  p.weight = args.weight;
+  p.dx = static_cast<X*>(args.dx);
+  p.dw = args.dw;
+  p.db = args.db;
+  p.weight_dtype = args.weight_dtype;
+  p.dw_dtype = args.weight_dtype;
+  p.db_dtype = args.bias_dtype;
+  set_span(p, plan);
+  p.slices = plan.slices;
+  p.column_blocks = plan.column_blocks;
+  return launch_few_rows(p, plan, stream);
+}
+
 // dx from the ring, and with kFused the partial sums of dw and db.
 template <class X>
-cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan,
-                        Accumulator<X>* dw_partials, Accumulator<X>* db_partials,
-                        cudaStream_t stream) {
-  if constexpr (std::is_same_v<X, double>) {
-    return cudaErrorInvalidValue;
-  } else {
-    RingParameters<X> p;
-    p.rows = args.rows;
-    p.cols = args.cols;
-    p.x = static_cast<const X*>(args.x);
-    p.x_row_stride = args.x_row_stride;
-    p.x_end = p.x + (args.rows - 1) * args.x_row_stride + args.cols;
-    p.dy = static_cast<const X*>(args.dy);
-    p.dy_row_stride = args.dy_row_stride;
-    p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;
-    p.mean = static_cast<const float*>(args.mean);
-    p.rstd = static_cast<const float*>(args.rstd);
-    p.weight = args.weight;
-    p.weight_dtype = args.weight_dtype;
-    p.dx = static_cast<X*>(args.dx);
-    const bool fused = plan.weight_grads == WeightGrads::kFused;
-    p.dw_partials = fused ? dw_partials : nullptr;
-    p.db_partials = fused ? db_partials : nullptr;
-    const bool several_warps = plan.cluster_size > 1 || plan.threads_per_row > kWarpSize;
-    p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
-    p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
-    p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
-    p.cluster_size = plan.cluster_size;
-    return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
-                           : launch_ring<X, false>(p, plan, stream);
-  }
+cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
+                        float* db_partials, cudaStream_t stream) {
+  RingParameters<X> p;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.inverse_cols = 1.0f / static_cast<float>(args.cols);
+  p.x = static_cast<const X*>(args.x);
+  p.x_row_stride = args.x_row_stride;
+  p.x_end = p.x + (args.rows - 1) * args.x_row_stride + args.cols;
+  p.dy = static_cast<const X*>(args.dy);
+  p.dy_row_stride = args.dy_row_stride;
+  p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;
+  p.mean = static_cast<const float*>(args.mean);
+  p.rstd = static_cast<const float*>(args.rstd);
+  p.weight = args.weight;
+  p.weight_dtype = args.weight_dtype;
+  p.dx = static_cast<X*>(args.dx);
+  const bool fused = plan.weight_grads == WeightGrads::kFused;
+  p.dw_partials = fused ? dw_partials : nullptr;
+  p.db_partials = fused ? db_partials : nullptr;
+  set_span(p, plan);
+  p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
+  p.merged = plan.merged;
+  const int64_t teams = kWarpSize / p.lanes;
+  const int64_t units = (args.rows + teams - 1) / teams;
+  p.unit_stride = plan.blocks / plan.cluster_size * p.groups;
+  p.full_turns = static_cast<int>(units / p.unit_stride);
+  p.last_turn = static_cast<int>(units % p.unit_stride);
+  return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
+                         : launch_ring<X, false>(p, plan, stream);
 }
 
 // Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The
@@ -360,9 +396,12 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
   return visit_other<X>(args.dy_dtype, [&](auto dy_type) {
     using DY = typename decltype(dy_type)::type;
     cudaError_t error = cudaSuccess;
+    if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
+      if (plan.kernel == Kernel::kFewRows) return launch_few_rows<DY>(args, plan, stream);
+    }
     if (plan.dx && plan.kernel == Kernel::kRing) {
       error = cudaErrorInvalidValue;
-      if constexpr (std::is_same_v<X, DY>) {
+      if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
         error = launch_ring<DY>(args, plan, dw_partials, db_partials, stream);
       }
     } else if (plan.dx) {

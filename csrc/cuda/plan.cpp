@@ -29,6 +29,7 @@ int64_t block_chunks(int chunks_per_thread) {
 bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
+    case Kernel::kFewRows:
     case Kernel::kRing:
       return false;  // of one direction, and chosen there
     case Kernel::kRows:
@@ -130,7 +131,49 @@ struct RingShape {
 // with 256.
 int ring_threads(DType x_dtype) { return size_in_bytes(x_dtype) == 2 ? 512 : 256; }
 
-// The smallest cluster whose blocks hold the row, or none.
+// Of the threads that stream on a multiprocessor, the share that has columns when `blocks` of a
+// cluster hold a row that takes `threads`.
+double busy_share(int64_t threads, int blocks, int64_t block_threads, int most) {
+  const int64_t resident = most / block_threads * block_threads;
+  return static_cast<double>(threads) / static_cast<double>(blocks * block_threads) *
+         static_cast<double>(resident) / most;
+}
+
+// Blocks of the ring that merge their sums, in a cluster, so that partial sums take little memory:
+// 2 % of 128 MB.
+int most_merged(int64_t cols) {
+  constexpr int64_t kFewColumns = 2048;
+  return cols <= kFewColumns ? 1 : cols <= 2 * kFewColumns ? 2 : 4;
+}
+
+// Clusters of four do not fit everywhere (see shape_ring).
+int choose_merged(int64_t blocks, int64_t cols, const DeviceProperties& device) {
+  const int most = most_merged(cols);
+  if (most == 4 && blocks % 4 == 0 && blocks < device.sm_count) return 4;
+  return most >= 2 && blocks % 2 == 0 ? 2 : 1;
+}
+
+int64_t tiles_of(const BackwardProblem& problem) {
+  return ceil_div(problem.cols * size_in_bytes(problem.x_dtype), kTileBytes);
+}
+
+// Blocks that share the rows of a tile: so many that tiles fill the device twice, if each has rows
+// enough.
+int choose_slices(const BackwardProblem& problem, const RingShape& shape,
+                  const DeviceProperties& device) {
+  constexpr int kLeastSliceRows = 32;
+  if (shape.cluster_size > 1) return shape.cluster_size;
+  int slices = 1;
+  while (slices < kMaxClusterSize && tiles_of(problem) * slices < device.sm_count &&
+         problem.rows >= 2 * slices * kLeastSliceRows) {
+    slices *= 2;
+  }
+  return slices;
+}
+
+// A block that holds the row, or the smallest cluster of blocks that leaves few threads without
+// columns: 16384 x 10240 bfloat16 took .84 of an elementwise sum on an H200 in clusters of two with
+// 320 threads each, .92 in clusters of four with 160, of which three blocks fit. Or none.
 std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
                                     const PlanRequest& request) {
   // Very short rows have too few columns per lane for the ring's bookkeeping: 8388608 x 16 bfloat16
@@ -139,6 +182,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   // operations.)
   constexpr int64_t kFewChunks = 4;
   constexpr int kRingBytes = 227 * 1024;
+  constexpr double kBusy = 0.7;
   if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
       !problem.one_dtype || problem.x_dtype == DType::kFloat64 ||
       problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
@@ -153,11 +197,21 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (least_size == 1 && threads <= kWarpSize) {
     return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
   }
-  for (int64_t most : {ring_threads(problem.x_dtype), kMaxThreadsPerRow}) {
+  for (int most : {ring_threads(problem.x_dtype), kMaxThreadsPerRow}) {
+    RingShape best;
+    double best_share = 0;
     for (int size = least_size; size <= kMaxClusterSize; size *= 2) {
       const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
-      if (each <= most) return RingShape{static_cast<int>(each), size};
+      if (each > most) continue;
+      const RingShape shape{static_cast<int>(each), size};
+      const double share = busy_share(threads, size, each, most);
+      if (size == least_size || share >= kBusy) return shape;
+      if (share > best_share) {
+        best = shape;
+        best_share = share;
+      }
     }
+    if (best_share > 0) return best;
   }
   return std::nullopt;
 }
@@ -168,11 +222,13 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // numbers of multiprocessors, and with a block on each those of a large GPC get a smaller share and
 // finish last. On an H200, whose 132 are in GPCs of 14 to 18, 16384 x 8192 bfloat16 took 216 us
 // with 132 blocks, which ended between 171 and 205 us, and 201 us with 116, which ended within 6
-// us. It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095:
-// .66 of an elementwise sum with 132 blocks, .59 with 116), and where many lanes have no column or
-// warps no row. The latter also have larger blocks (174764 x 768: .94 with 132 blocks of 640
-// threads, .91 with 116; 131072 x 1024, without idle lanes, .92 with 116 of 512 and .91 with 132 of
-// 640).
+// us. And an odd number, if possible: then the rows that a block has under way are not a multiple
+// of a large power of two apart. 131072 x 1024 bfloat16 reached .95 of an elementwise sum with 115
+// blocks, .925 with 116; 32768 x 4096 .96 and .95, and .93 with 112 and 120.
+//
+// It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095: .66
+// with 132 blocks, .59 with 116), and where many lanes have no column or warps no row. The latter
+// also have larger blocks (262144 x 768: .96 with 131 blocks of 640 threads).
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
@@ -180,29 +236,78 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   plan.threads_per_row = shape.threads;
   plan.cluster_size = shape.cluster_size;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
-  const bool short_rows = shape.threads <= kWarpSize && shape.cluster_size == 1;
-  int block_threads = short_rows ? kMaxThreadsPerRow : ring_threads(problem.x_dtype);
-  int64_t most_rows = shape.cluster_size > 1 ? 1 : block_threads / shape.threads;
-  const double busy = static_cast<double>(problem.cols) * static_cast<double>(most_rows) /
+  const bool in_cluster = shape.cluster_size > 1;
+  const bool short_rows = shape.threads <= kWarpSize && !in_cluster;
+  const int block_threads = short_rows ? kMaxThreadsPerRow : ring_threads(problem.x_dtype);
+  // Of a block, or of a multiprocessor that holds several blocks of clusters.
+  const int64_t together = std::max(1, block_threads / shape.threads);
+  int64_t most_rows = in_cluster ? 1 : together;
+  const double busy = static_cast<double>(problem.cols) * static_cast<double>(together) /
                       (static_cast<double>(chunk_columns(problem.x_dtype)) *
                        plan.chunks_per_thread * block_threads * shape.cluster_size);
   const bool idle = is_16_bit && !short_rows && busy < 0.8;
-  if (idle && plan.vectorized && shape.cluster_size == 1) {
-    most_rows = kMaxRingThreads / shape.threads;
-  }
+  if (idle && plan.vectorized && !in_cluster) most_rows = kMaxRingThreads / shape.threads;
   // Few rows: smaller blocks on more multiprocessors.
   const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
 
-  // Clusters of four and more do not fit into what is left of some GPCs; one that has to wait for
-  // another's end doubles the time.
-  const bool fits_anywhere = shape.cluster_size <= 2;
-  if (fits_anywhere && (idle || !plan.vectorized || (short_rows && !is_16_bit))) {
-    return device.sm_count;
+  const int sms = device.sm_count;
+  const bool by_memory = plan.vectorized && !idle;
+  if (shape.cluster_size > 2) {
+    // They do not fit into what is left of some GPCs; one that has to wait for another's end
+    // doubles the time.
+    const bool few = by_memory && together == 1;
+    return (sms - sms / (few ? 8 : 11)) * together / shape.cluster_size * shape.cluster_size;
   }
-  const int spared = short_rows || shape.cluster_size > 1 ? 11 : 8;
-  return device.sm_count - device.sm_count / spared;
+  if (in_cluster) return (by_memory ? sms - sms / 8 : sms) * together / 2 * 2;
+  if (short_rows) return by_memory && is_16_bit ? sms - sms / 11 : sms;
+  if (!by_memory) return plan.vectorized ? (sms - 1) | 1 : sms;
+  const int some = sms - sms / 8;
+  switch (most_merged(problem.cols)) {
+    case 4:
+      return some / 4 * 4;
+    case 2:
+      return (some / 2 | 1) * 2;
+    default:
+      return (some - 1) | 1;
+  }
+}
+
+// Whether rows are better off one by one than in the ring: for dx alone, or where x and dy are
+// small enough to be read twice, and there are columns enough to sum side by side.
+bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
+                  const DeviceProperties& device) {
+  if (!problem.weight_grads) return shape.cluster_size == 1;
+  constexpr int64_t kBytes = 16 << 20;
+  const bool whole = problem.aligned && problem.cols % chunk_columns(problem.x_dtype) == 0;
+  const int64_t slice_rows = ceil_div(problem.rows, choose_slices(problem, shape, device));
+  return problem.rows * problem.cols * size_in_bytes(problem.x_dtype) <= kBytes &&
+         slice_rows <= (whole ? 1024 : 256);
+}
+
+// Rows as in the ring, one per group of threads, and before them the tiles of columns.
+void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
+                    const DeviceProperties& device) {
+  plan.kernel = Kernel::kFewRows;
+  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.threads_per_row = shape.threads;
+  plan.cluster_size = plan.slices = shape.cluster_size;
+  const int64_t most_rows =
+      shape.cluster_size > 1 ? 1 : std::max(1, kMaxSharedBlock / shape.threads);
+  const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
+  const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
+  plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
+  if (problem.weight_grads) {
+    plan.weight_grads = WeightGrads::kTiles;
+    plan.slices = choose_slices(problem, shape, device);
+    plan.column_blocks = tiles_of(problem) * plan.slices;
+  }
+  plan.blocks = plan.column_blocks;
+  if (problem.dx) {
+    const int64_t blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.cluster_size;
+    plan.blocks += ceil_div(blocks, plan.slices) * plan.slices;
+  }
 }
 
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
@@ -225,6 +330,7 @@ bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device)
     case Kernel::kCluster:
       return device.compute_capability >= 90 &&
              chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
+    case Kernel::kFewRows:
     case Kernel::kRing:
       return false;
     case Kernel::kSplit:
@@ -305,6 +411,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);
       break;
+    case Kernel::kFewRows:
     case Kernel::kRing:
       break;  // of the backward
     case Kernel::kSplit:
@@ -340,11 +447,18 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   plan.sm_count = device.sm_count;
   plan.overlap_launches = device.compute_capability >= 90;
   const std::optional<RingShape> ring = ring_shape(problem, device, request);
+  const bool forced = request.kernel || request.weight_grads;
+  if (ring &&
+      (request.kernel == Kernel::kFewRows || (!forced && has_few_rows(problem, *ring, device)))) {
+    shape_few_rows(plan, *ring, problem, device);
+    return plan;
+  }
   const bool forced_other = request.kernel && *request.kernel != Kernel::kRing &&
                             runs(*request.kernel, chunks, plan.chunks_per_thread, device);
   int64_t ring_blocks = 0;
   if (ring && !forced_other) ring_blocks = shape_ring(plan, *ring, problem, device);
   switch (plan.kernel) {
+    case Kernel::kFewRows:
     case Kernel::kRing:
       break;
     case Kernel::kShortRows:
@@ -377,6 +491,10 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     if (can_fuse && fuse) {
       plan.weight_grads = WeightGrads::kFused;
       plan.partials = std::max<int64_t>(1, std::min(groups, resident_groups));
+      if (by_ring && plan.cluster_size == 1) {
+        plan.merged = choose_merged(plan.partials, problem.cols, device);
+        plan.partials /= plan.merged;
+      }
     } else {
       plan_columns(plan, problem.rows, chunks, device);
     }
@@ -384,7 +502,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   if (problem.dx) {
     // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
     // state.
-    const int64_t working = plan.weight_grads == WeightGrads::kFused ? plan.partials
+    const int64_t working = plan.weight_grads == WeightGrads::kFused ? plan.partials * plan.merged
                             : plan.kernel == Kernel::kSplit          ? groups
                             : by_ring && groups < 2 * resident_groups
                                 ? groups

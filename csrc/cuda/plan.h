@@ -27,6 +27,7 @@ enum class Kernel : uint8_t {
   kShortRows,  // forward: a row in the registers of a warp or fewer lanes
   kRows,       // a row in one block, or in the backward a part of it
   kCluster,    // a row in a cluster of blocks (compute capability 9.0 and newer)
+  kFewRows,    // backward: dx by rows, dw and db by columns, by other blocks of the same launch
   kRing,       // backward: rows streamed through shared memory (compute capability 9.0 and newer)
   kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
 };
@@ -51,6 +52,7 @@ constexpr int kMaxClusterSize = 8;      // what every device with clusters offer
 constexpr int kShortRowThreads = 64;    // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
 constexpr int kMaxRingThreads = 640;    // the largest block of kRing
+constexpr int kTileBytes = 64;          // of a row, in a tile of kTiles
 constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
@@ -85,6 +87,7 @@ struct ForwardPlan {
 enum class WeightGrads : uint8_t {
   kNone,     // not asked for
   kFused,    // from the same read of x and dy as dx
+  kTiles,    // from blocks of their own in the launch of dx, a cluster per tile of columns
   kColumns,  // from a kernel of their own, a block per tile of columns and slice of rows
 };
 
@@ -100,6 +103,10 @@ struct BackwardPlan {
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
+  int merged = 1;        // kRing: blocks, a cluster, that leave one row of them together
+  // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
+  int slices = 1;
+  int64_t column_blocks = 0;
   // kColumns: threads across a tile of columns, rows of threads, tiles; `partials` slices of rows.
   int column_threads = 0;
   int column_rows = 0;

@@ -5,25 +5,23 @@
 // db) and refills the slot. As threads read only what they, or in unaligned rows their warp, copied
 // themselves, the ring needs no barrier. Weight and the running dw and db are in registers.
 //
-// A row is held by some lanes of a warp (kWarp), by warps of a block (kBlock) or by those of a
-// cluster (kCluster). Warps exchange their sums through barriers in shared memory, one row ahead:
-// a warp posts its sums of row i + 1 before it waits for all of row i's.
+// Warps that hold a row together exchange their sums through barriers in shared memory, one row
+// ahead: a warp posts its sums of row i + 1 before it waits for all of row i's.
 #pragma once
 
 #include <atomic>
 
 #include "async.cuh"
 #include "launch.cuh"
-#include "reduce.cuh"
-#include "tile.cuh"
+#include "row_sums.cuh"
+#include "shift.cuh"
 
 namespace fastnorm::cuda {
-
-enum class RingSpan : uint8_t { kWarp, kBlock, kCluster };
 
 template <class X>
 struct RingParameters {
   int64_t rows, cols;
+  float inverse_cols;
   const X* x;
   const X* x_end;  // of the last row
   int64_t x_row_stride;
@@ -40,22 +38,23 @@ struct RingParameters {
   int lanes;   // of a row, kWarp
   int warps;   // of a row and block, else
   int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
+  // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
+  // turn all groups of the grid take one, in the last turn only so many.
+  int64_t unit_stride;
+  int full_turns, last_turn;
   int cluster_size;
+  int merged;  // kWarp, kBlock: blocks of a cluster, which leave one row of partial sums
 };
 
-// 16 columns per thread: 32 bytes of a 16-bit row, 64 of float32.
-template <class X>
-constexpr int kRingChunks = backward_chunks(sizeof(X) == 2 ? DType::kFloat16 : DType::kFloat32);
-
-constexpr int kRingWarps = kMaxRingThreads / kWarpSize;       // of a block
-constexpr int kRingRowWarps = kMaxThreadsPerRow / kWarpSize;  // of a row in one block
+constexpr int kRingWarps = kMaxRingThreads / kWarpSize;  // of a block
 constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
-// 96 let a block have 640 threads; where that spills, blocks have 512 at the most.
+// 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
+// spills in a cluster's rows took 8 % more time.)
 template <RingSpan kSpan, bool kVectorized>
-constexpr int kRingRegisters = kSpan == RingSpan::kWarp ? 128
-                               : kVectorized            ? 96
-                                                        : 112;
+constexpr int kRingRegisters = kSpan == RingSpan::kWarp                   ? 128
+                               : kSpan == RingSpan::kBlock && kVectorized ? 96
+                                                                          : 112;
 
 // Rows under way per group, those being summed and finished among them. More are no gain: at 16384
 // x 8192 bfloat16 4 gave .92 of an elementwise sum, 3 .91; at 8192 x 16384 both .885, 2 only .71.
@@ -72,23 +71,6 @@ constexpr int kRingGranules = kWarpSize * kRingChunks<X> + (kVectorized         
 template <class X, RingSpan kSpan, bool kVectorized>
 constexpr int kRingWarpBytes =
     kRingStages<X, kSpan> * 2 * kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
-
-// The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
-// one, in the upper half the other. Half the shuffles of two separate sums.
-__device__ __forceinline__ float sum_halves(float first, float second) {
-  const bool upper = threadIdx.x % kWarpSize >= kWarpSize / 2;
-  float mine = upper ? second : first;
-  mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
-#pragma unroll
-  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
-  }
-  return mine;
-}
-
-__device__ __forceinline__ Sums<float> both_halves(float mine) {
-  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kWarpSize / 2)};
-}
 
 // The exchange of a row's sums between the warps that hold it.
 template <RingSpan kSpan>
@@ -115,10 +97,12 @@ class RingExchange {
     float* const all = &storage.slots[0][0][0];
     constexpr int kAll = kGroups * kExchanges * 2 * kSlots;
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
-    if (threadIdx.x < kGroups * kExchanges) {
+    if (warp == 0 && threadIdx.x % kWarpSize == 0) {
       // Both halves of a warp arrive by themselves; in a cluster one thread does, for the bytes.
-      init_barrier(shared_address(&storage.barriers[0][0]) + threadIdx.x * sizeof(uint64_t),
-                   kCluster ? 1 : 2 * warps);
+#pragma unroll 1
+      for (int i = 0; i < kExchanges; ++i) {
+        init_barrier(barriers_ + i * sizeof(uint64_t), kCluster ? 1 : 2 * warps);
+      }
       publish_barriers();
     }
     if constexpr (kCluster) {
@@ -159,28 +143,14 @@ class RingExchange {
     wait_barrier<kCluster>(barriers_ + turn * sizeof(uint64_t), row / kExchanges % 2);
     const unsigned slots = slots_ + turn * kTurnBytes;
     if constexpr (kCluster) {
-      Sums<float> sums;
-      for (int i = lane; i < warps_ * cluster_size_; i += kWarpSize) {
-        Sums<float> other;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                     : "=f"(other.xhat_wdy), "=f"(other.wdy)
-                     : "r"(slots + i * 2 * static_cast<unsigned>(sizeof(float)))
-                     : "memory");
-        sums.merge(other);
-      }
-      return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+      return sum_row_cluster(slots, warps_ * cluster_size_);
     } else {
       float mine;
       asm volatile("ld.shared.f32 %0, [%1];"
                    : "=f"(mine)
                    : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
                    : "memory");
-      // Slots of warps that do not exist are zero.
-      if (warps_ > 8) mine += __shfl_xor_sync(kAllLanes, mine, 8);
-      if (warps_ > 4) mine += __shfl_xor_sync(kAllLanes, mine, 4);
-      if (warps_ > 2) mine += __shfl_xor_sync(kAllLanes, mine, 2);
-      if (warps_ > 1) mine += __shfl_xor_sync(kAllLanes, mine, 1);
-      return both_halves(mine);
+      return sum_row_warps(mine, warps_);  // slots of warps that do not exist are zero
     }
   }
 
@@ -189,6 +159,14 @@ class RingExchange {
   unsigned slots_, barriers_;
   int warps_, cluster_size_, warp_;
   unsigned remote_slot_ = 0, remote_barrier_ = 0;
+};
+
+// Within a warp there is nothing to exchange.
+template <>
+class RingExchange<RingSpan::kWarp> {
+ public:
+  struct Storage {};
+  __device__ __forceinline__ RingExchange(Storage&, int, int, int, int) {}
 };
 
 template <class X, RingSpan kSpan, bool kVectorized>
@@ -203,9 +181,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   constexpr unsigned kStageBytes = 2 * kTensorBytes;
   using Chunk = Pack<X, kColumns>;
   using Exchange = RingExchange<kSpan>;
-  struct Unused {};
   extern __shared__ __align__(16) unsigned char ring_memory[];
-  __shared__ std::conditional_t<kShort, Unused, typename Exchange::Storage> storage;
+  __shared__ typename Exchange::Storage storage;
 
   // Who owns what. Lane `lane` of a team owns the chunks first, first + lanes, ... of its run,
   // which begins at column `begin` of the row and has `run` columns.
@@ -225,13 +202,10 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   const auto left_of = [&](int k) { return run - (lane + k * lanes) * kColumns; };
 
   // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
-  const int64_t units = kShort ? (p.rows + teams - 1) / teams : p.rows;
   const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
-  const int64_t unit_stride = static_cast<int64_t>(gridDim.x / cluster_size) * p.groups;
-  const int count =
-      unit < units ? static_cast<int>((units - unit + unit_stride - 1) / unit_stride) : 0;
+  const int count = p.full_turns + (unit < p.last_turn ? 1 : 0);
   const int64_t first = unit * teams + team;
-  const int64_t stride = unit_stride * teams;
+  const int64_t stride = p.unit_stride * teams;
 
   const unsigned ring =
       shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized> +
@@ -323,10 +297,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     }
     commit_copies();
   };
-  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
 
-  // ---- what stays in registers
+  // ---- the start: what is small first, for it would wait behind the copies that fill the ring. In
+  // the other order the first row was summed after 6.2 us, at 16384 x 8192 bfloat16 on an H200.
 
+  Exchange exchange(storage, p.warps, cluster_size, group, row_warp);
+  if constexpr (kSpan == RingSpan::kCluster) cluster_arrive();
   const float* mean_of = p.mean + first;
   const float* rstd_of = p.rstd + first;
   int64_t loaded_row = first;
@@ -345,29 +321,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   float mean, rstd, next_mean, next_rstd;
   load_statistics(mean, rstd);
   load_statistics(next_mean, next_rstd);
-
-  float weight[kChunks][kColumns];
-  const auto load_weight = [&](const auto* source) {
-    using W = std::remove_cv_t<std::remove_pointer_t<decltype(source)>>;
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const auto pack = load_pack<kVectorized, W, kColumns>(
-          source + begin + (lane + k * lanes) * kColumns, left_of(k));
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) weight[k][i] = pack.template get<float>(i);
-    }
-  };
-  if (p.weight == nullptr) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) weight[k][i] = 1;
-    }
-  } else if (p.weight_dtype == DType::kFloat32) {
-    load_weight(static_cast<const float*>(p.weight));
-  } else {
-    load_weight(static_cast<const X*>(p.weight));
-  }
+  PackedWeight<X, kVectorized> packed_weight;
+  packed_weight.load(
+      p.weight, p.weight_dtype, [&](int k) { return begin + (lane + k * lanes) * kColumns; },
+      left_of);
+#pragma unroll 1
+  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
   // Chunks that do not exist are never copied.
   if constexpr (kVectorized) {
 #pragma unroll
@@ -379,6 +338,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
     }
   }
+  const RingWeight<X> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
   float dw[kChunks][kColumns] = {}, db[kChunks][kColumns] = {};
   let_next_kernel_start();
 
@@ -418,35 +378,15 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       x_low += x_offset_step;
       dy_low += dy_offset_step;
     }
-    Sums<float> sums;
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
-      Sums<float> chunk;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const float wdy = dy.template get<float>(i) * weight[k][i];
-        const float centred = x.template get<float>(i) - mean;
-        chunk.xhat_wdy = i == 0 ? centred * wdy : fma(centred, wdy, chunk.xhat_wdy);
-        chunk.wdy = i == 0 ? wdy : chunk.wdy + wdy;
-      }
-      if (k == 0) {
-        sums = chunk;
-      } else {
-        sums.merge(chunk);
-      }
-    }
-    return sums;
+    return sum_chunks<X>([&](int k) { return load_chunk(slot, k); },
+                         [&](int k) { return load_chunk(slot + kTensorBytes, k); }, weight, mean);
   };
 
-  // dx = rstd * wdy - rstd * mean(wdy) - (x - mean) * rstd^2 * mean(xhat * wdy)
-  const float inverse_cols = 1.0f / static_cast<float>(p.cols);
   int64_t row = first;
   const int64_t dx_step = stride * p.cols * kSize;
   char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + lane_offset);
   const auto finish_row = [&](unsigned slot, float mean, float rstd, const Sums<float>& sums) {
-    const float offset = rstd * (sums.wdy * inverse_cols);
-    const float slope = rstd * sums.xhat_wdy * inverse_cols * rstd * rstd;
+    const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
     const bool active = !kShort || row < p.rows;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -462,7 +402,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           const float scaled = g * rstd;
           dw[k][i + j] = fma(scaled, centred, dw[k][i + j]);
           db[k][i + j] += g;
-          values[j] = fma(-slope, centred, fma(scaled, weight[k][i + j], -offset));
+          values[j] = gradient.dx(centred, scaled, weight.values[k][i + j]);
         }
         out.set_pair(i, values[0], values[1]);
       }
@@ -531,19 +471,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       wait_copies<kStages - 1>();
-      Sums<float> sums = sum_row(slot, mean);
-      if (lanes == kWarpSize) {
-        sums = both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
-      } else {
-#pragma unroll
-        for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
-          if (offset < lanes) {
-            sums.xhat_wdy += __shfl_xor_sync(kAllLanes, sums.xhat_wdy, offset);
-            sums.wdy += __shfl_xor_sync(kAllLanes, sums.wdy, offset);
-          }
-        }
-      }
-      finish_row(slot, mean, rstd, sums);
+      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean), lanes));
       copy_row(slot);
       slot = next_slot(slot);
       mean = next_mean;
@@ -552,9 +480,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       next_rstd = later_rstd;
     }
   } else {
-    Exchange exchange(storage, p.warps, cluster_size, group, row_warp);
     if constexpr (kSpan == RingSpan::kCluster) {
-      cluster_arrive();
       cluster_wait();
     } else {
       __syncthreads();
@@ -588,32 +514,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   }
   if (p.dw_partials == nullptr) return;
 
-  // ---- one row of partial sums per block, or cluster
+  // ---- one row of partial sums per cluster
 
-  const int64_t partial = blockIdx.x / cluster_size;
-  if (kSpan == RingSpan::kCluster || (!kShort && p.groups == 1)) {
-    const auto store = [&](const float (&values)[kChunks][kColumns], float* partials) {
-      float* const target = partials + partial * p.cols + begin;
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const int column = (lane + k * lanes) * kColumns;
-#pragma unroll
-        for (int i = 0; i < kColumns; i += kVectorized ? 4 : 1) {
-          if constexpr (kVectorized) {
-            if (left_of(k) > 0) {
-              *reinterpret_cast<float4*>(target + column + i) =
-                  make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
-            }
-          } else {
-            if (i < left_of(k)) target[column + i] = values[k][i];
-          }
-        }
-      }
-    };
-    store(dw, p.dw_partials);
-    store(db, p.db_partials);
-    return;
-  }
   if constexpr (kShort) {
 #pragma unroll 1
     for (int offset = lanes; offset < kWarpSize; offset *= 2) {
@@ -627,30 +529,71 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
     }
   }
+  // By way of shared memory: stores straight from the registers, 32 bytes apart, slowed down the
+  // blocks that were still at work (16384 x 8192: 203 us instead of 201 us). Where blocks are
+  // merged, each of a cluster adds up a part of what all of them have.
+  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);  // columns of the block
+  const int block_begin = rank * width;
   float* const staging = reinterpret_cast<float*>(ring_memory);
-  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);
-  const auto combine = [&](const float (&values)[kChunks][kColumns], float* partials) {
-    __syncthreads();
-    if (team == 0) {
+  const auto stage = [&](const float (&values)[kChunks][kColumns], float* target) {
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        float* const target = staging + group * width + begin + (lane + k * lanes) * kColumns;
+    for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
-        for (int i = 0; i < kColumns; i += 4) {
-          *reinterpret_cast<float4*>(target + i) =
-              make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
-        }
+      for (int i = 0; i < kColumns; i += 4) {
+        *reinterpret_cast<float4*>(target + begin - block_begin + (lane + k * lanes) * kColumns +
+                                   i) =
+            make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
       }
     }
-    __syncthreads();
-    for (int column = threadIdx.x; column < p.cols; column += blockDim.x) {
-      float sum = 0;
-      for (int g = 0; g < p.groups; ++g) sum += staging[g * width + column];
-      partials[partial * p.cols + column] = sum;
+  };
+  const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
+  const auto meet = [&] {
+    if (merges) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
     }
   };
-  combine(dw, p.dw_partials);
-  combine(db, p.db_partials);
+  __syncthreads();
+  if (team == 0) {
+    stage(dw, staging + group * width);
+    stage(db, staging + (p.groups + group) * width);
+  }
+  meet();
+  const int merged = merges ? p.merged : 1;
+  const int64_t partial = blockIdx.x / (cluster_size * merged);
+  for (int v = (merges ? cluster_rank() : 0) * blockDim.x + threadIdx.x; v < 2 * width / 4;
+       v += merged * blockDim.x) {
+    const bool bias = 4 * v >= width;
+    const int place = 4 * v - (bias ? width : 0);
+    const int64_t column = block_begin + place;
+    if (column >= p.cols) continue;
+    const unsigned source = shared_address(staging + (bias ? p.groups * width : 0) + place);
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int r = 0; r < merged; ++r) {
+      unsigned from = merges ? remote_address(source, r) : source;
+#pragma unroll 4
+      for (int g = 0; g < p.groups; ++g, from += width * sizeof(float)) {
+        const float4 other = merges ? load_remote(from) : load_float4(from);
+        sum.x += other.x;
+        sum.y += other.y;
+        sum.z += other.z;
+        sum.w += other.w;
+      }
+    }
+    float* const target = (bias ? p.db_partials : p.dw_partials) + partial * p.cols + column;
+    if constexpr (kVectorized) {
+      *reinterpret_cast<float4*>(target) = sum;
+    } else {
+      const float values[] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < p.cols) target[i] = values[i];
+      }
+    }
+  }
+  if (merges) meet();  // no block leaves while others read from it
 }
 
 // Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device.
@@ -678,7 +621,7 @@ cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cu
     const cudaError_t error =
         allow_memory(reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, prepared);
     if (error != cudaSuccess) return error;
-    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size,
+    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
                           threads / kWarpSize * kWarpBytes, stream, p);
   };
   if (plan.cluster_size > 1) {

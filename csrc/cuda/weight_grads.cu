@@ -5,24 +5,6 @@
 namespace fastnorm::cuda {
 namespace {
 
-template <class A>
-__device__ void store_element(void* target, DType dtype, int64_t i, A value) {
-  switch (dtype) {
-    case DType::kFloat32:
-      static_cast<float*>(target)[i] = static_cast<float>(value);
-      break;
-    case DType::kFloat16:
-      static_cast<Half*>(target)[i] = __float2half_rn(static_cast<float>(value));
-      break;
-    case DType::kBFloat16:
-      static_cast<BFloat16*>(target)[i] = __float2bfloat16_rn(static_cast<float>(value));
-      break;
-    case DType::kFloat64:
-      static_cast<double*>(target)[i] = static_cast<double>(value);
-      break;
-  }
-}
-
 // A block adds up blockDim.x * kVector columns of dw (blockIdx.y 0) or db (1); its threadIdx.y take
 // the partial sums in turn.
 template <class A, int kVector>
@@ -39,11 +21,25 @@ __global__ void __launch_bounds__(kFinishThreads, 4) finish_kernel(const FinishP
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kVector;
   Vector sum = {};
   if (column < p.cols) {
-#pragma unroll 8
-    for (int64_t row = threadIdx.y; row < p.partials; row += blockDim.y) {
-      const Vector other = *reinterpret_cast<const Vector*>(partials + row * p.cols + column);
+    // All loads of a turn in flight together, the last ones too: one after the other they took 2.6
+    // us at 4096 columns on an H200.
+    constexpr int kUnroll = 8;
+    const int64_t step = blockDim.y;
+    for (int64_t row = threadIdx.y; row < p.partials; row += kUnroll * step) {
+      Vector others[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum.values[i] += other.values[i];
+      for (int u = 0; u < kUnroll; ++u) {
+        others[u] = {};
+        if (row + u * step < p.partials) {
+          others[u] =
+              *reinterpret_cast<const Vector*>(partials + (row + u * step) * p.cols + column);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum.values[i] += others[u].values[i];
+      }
     }
   }
   staging[threadIdx.y * blockDim.x + threadIdx.x] = sum;

@@ -9,6 +9,25 @@ namespace fastnorm::cuda {
 
 constexpr int kColumnThreads = 256;
 
+// Rounds a value to element i of a tensor of any dtype.
+template <class A>
+__device__ __forceinline__ void store_element(void* target, DType dtype, int64_t i, A value) {
+  switch (dtype) {
+    case DType::kFloat32:
+      static_cast<float*>(target)[i] = static_cast<float>(value);
+      break;
+    case DType::kFloat16:
+      static_cast<Half*>(target)[i] = __float2half_rn(static_cast<float>(value));
+      break;
+    case DType::kBFloat16:
+      static_cast<BFloat16*>(target)[i] = __float2bfloat16_rn(static_cast<float>(value));
+      break;
+    case DType::kFloat64:
+      static_cast<double*>(target)[i] = static_cast<double>(value);
+      break;
+  }
+}
+
 template <class X, class DY>
 struct ColumnParameters {
   using A = Accumulator<X>;

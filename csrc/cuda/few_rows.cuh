@@ -1,0 +1,288 @@
+// The backward of few rows in one launch: some blocks take rows and write dx, others take tiles of
+// columns and sum dw and db over all rows. Both read x and dy, which stay in the L2 cache. What two
+// launches more and sums of partial sums cost is more than the second read.
+//
+// Rows are held and summed as in ring.cuh, so that dx has the same bits. The rows of a tile are
+// shared out over the blocks of a cluster, whose sums the first of them adds up.
+#pragma once
+
+#include "launch.cuh"
+#include "row_sums.cuh"
+#include "stage.cuh"
+#include "weight_grads.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X>
+struct FewRowsParameters {
+  int64_t rows, cols;
+  float inverse_cols;
+  const X* x;
+  int64_t x_row_stride;
+  const X* dy;
+  int64_t dy_row_stride;
+  const float* mean;
+  const float* rstd;
+  const void* weight;
+  X* dx;
+  void* dw;  // or null
+  void* db;
+  DType weight_dtype, dw_dtype, db_dtype;
+  int lanes;              // of a row, kWarp
+  int warps;              // of a row and block, else
+  int cluster_size;       // blocks of a row
+  int slices;             // blocks of a tile of columns
+  int64_t column_blocks;  // the first ones of the grid
+};
+
+// A block's share of a tile: kTileLanes chunks wide.
+constexpr int kTileLanes = kTileBytes / kChunkBytes;
+
+template <class X>
+struct ColumnTile {
+  static constexpr int kColumns = kChunkColumns<X>;
+  static constexpr int kWidth = kTileLanes * kColumns;
+
+  struct Storage {
+    float warp_sums[kRingRowWarps][2][kWidth];
+    float slice_sums[kMaxClusterSize][2 * kWidth];
+  };
+
+  // `block`: of the column blocks.
+  template <bool kVectorized>
+  static __device__ __forceinline__ void sum(const FewRowsParameters<X>& p, int64_t block,
+                                             Storage& storage) {
+    constexpr int kUnroll = kVectorized ? 4 : 2;  // rows in flight per thread
+    const bool sliced = p.slices > 1;
+    if (sliced) cluster_arrive();  // no block may write into one that has not started
+    const int64_t begin = block / p.slices * kWidth;
+    const int slice = static_cast<int>(block % p.slices);  // the block's rank in its cluster
+    const int64_t slice_rows = (p.rows + p.slices - 1) / p.slices;
+    const int64_t end = min(p.rows, (slice + 1) * slice_rows);
+    const int lane = threadIdx.x % kTileLanes;
+    const int teams = blockDim.x / kTileLanes;  // of threads that take a row each
+    const int64_t column = begin + lane * kColumns;
+    const int left = static_cast<int>(min(int64_t{kColumns}, p.cols - column));
+    const X* const x_column = p.x + column;
+    const X* const dy_column = p.dy + column;
+
+    float sums[2][kColumns] = {};  // of dy * xhat and of dy
+    for (int64_t row = slice * slice_rows + threadIdx.x / kTileLanes; row < end;
+         row += kUnroll * teams) {
+      Pack<X, kColumns> x[kUnroll], dy[kUnroll];
+      float mean[kUnroll], rstd[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t r = row + u * teams;
+        const bool active = r < end;
+        const int count = active ? left : 0;
+        x[u] = load_pack<kVectorized, X, kColumns>(x_column + r * p.x_row_stride, count);
+        dy[u] = load_pack<kVectorized, X, kColumns>(dy_column + r * p.dy_row_stride, count);
+        mean[u] = active ? p.mean[r] : 0.0f;
+        rstd[u] = active ? p.rstd[r] : 0.0f;
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          const float g = dy[u].template get<float>(i);
+          const float centred = x[u].template get<float>(i) - mean[u];
+          sums[0][i] = fma(g * rstd[u], centred, sums[0][i]);
+          sums[1][i] += g;
+        }
+      }
+    }
+
+    // Over the lanes of a warp that hold the same columns, its warps, and the blocks of the tile.
+#pragma unroll
+    for (int offset = kTileLanes; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          sums[s][i] += __shfl_xor_sync(kAllLanes, sums[s][i], offset);
+        }
+      }
+    }
+    const int warp = threadIdx.x / kWarpSize;
+    if (threadIdx.x % kWarpSize < kTileLanes) {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) {
+          *reinterpret_cast<float4*>(&storage.warp_sums[warp][s][lane * kColumns + i]) =
+              make_float4(sums[s][i], sums[s][i + 1], sums[s][i + 2], sums[s][i + 3]);
+        }
+      }
+    }
+    __syncthreads();
+    if (sliced) cluster_wait();
+    const int warps = blockDim.x / kWarpSize;
+    const auto store = [&](int i, float total) {
+      const int64_t to = begin + i % kWidth;
+      void* const target = i < kWidth ? p.dw : p.db;
+      if (target != nullptr && to < p.cols) {
+        store_element(target, i < kWidth ? p.dw_dtype : p.db_dtype, to, total);
+      }
+    };
+    for (int i = threadIdx.x; i < 2 * kWidth; i += blockDim.x) {
+      float total = 0;
+      for (int w = 0; w < warps; ++w) total += storage.warp_sums[w][i / kWidth][i % kWidth];
+      if (sliced) {
+        store_remote(&storage.slice_sums[slice][i], total, 0);
+      } else {
+        store(i, total);
+      }
+    }
+    if (!sliced) return;
+    cluster_arrive();
+    cluster_wait();
+    if (slice > 0) return;
+    for (int i = threadIdx.x; i < 2 * kWidth; i += blockDim.x) {
+      float total = 0;
+      for (int s = 0; s < p.slices; ++s) total += storage.slice_sums[s][i];
+      store(i, total);
+    }
+  }
+};
+
+// 64 registers: blocks of 1024 threads and more on each multiprocessor.
+template <class X, RingSpan kSpan, bool kVectorized>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 2)
+    backward_few_rows(const FewRowsParameters<X> p) {
+  constexpr int kChunks = kRingChunks<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
+  constexpr bool kCluster = kSpan == RingSpan::kCluster;
+  using Chunk = Pack<X, kColumns>;
+  using Stage = WarpStage<X, kWarpSize * kChunks * kColumns>;
+  struct Unused {};
+  __shared__ union {
+    typename ColumnTile<X>::Storage columns;
+    struct {
+      // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
+      float sums[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
+      std::conditional_t<kVectorized, Unused, typename Stage::Buffer> stages[kRingRowWarps];
+    } rows;
+  } storage;
+  if (blockIdx.x < p.column_blocks) {
+    ColumnTile<X>::template sum<kVectorized>(p, blockIdx.x, storage.columns);
+    return;
+  }
+  if constexpr (kCluster) cluster_arrive();
+
+  const int warp = threadIdx.x / kWarpSize;
+  const int lanes = kShort ? p.lanes : kWarpSize;
+  const int teams = kWarpSize / lanes;
+  const int team = kShort ? threadIdx.x % kWarpSize / lanes : 0;
+  const int lane = threadIdx.x % lanes;
+  const int groups = kCluster ? 1 : static_cast<int>(blockDim.x) / kWarpSize / p.warps;
+  const int group = kCluster ? 0 : warp / p.warps;
+  const int row_warp = warp - group * p.warps;
+  const int rank = kCluster ? cluster_rank() : 0;
+  const int begin = (rank * p.warps + row_warp) * kWarpSize * kChunks * kColumns * (kShort ? 0 : 1);
+  const int run = min(static_cast<int>(p.cols) - begin, lanes * kChunks * kColumns);
+  const auto column = [&](int k) { return (lane + k * lanes) * kColumns; };  // of the run
+
+  const int64_t unit = (blockIdx.x - p.column_blocks) / (kCluster ? p.cluster_size : 1);
+  const int64_t first_row = (unit * groups + group) * teams;
+  const int64_t row = first_row + team;
+  const bool active = row < p.rows;
+  // Columns from this lane's chunk k on, unclamped (see Share::left).
+  const auto left_of = [&](int k) { return run - column(k); };
+
+  Chunk x[kChunks], dy[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int count = active ? left_of(k) : 0;
+    x[k] =
+        load_pack<kVectorized, X, kColumns>(p.x + row * p.x_row_stride + begin + column(k), count);
+    dy[k] = load_pack<kVectorized, X, kColumns>(p.dy + row * p.dy_row_stride + begin + column(k),
+                                                count);
+  }
+  const float mean = active ? p.mean[row] : 0.0f;
+  const float rstd = active ? p.rstd[row] : 0.0f;
+  PackedWeight<X, kVectorized> packed_weight;
+  packed_weight.load(p.weight, p.weight_dtype, [&](int k) { return begin + column(k); }, left_of);
+  const RingWeight<X> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
+
+  Sums<float> sums =
+      sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; }, weight, mean);
+  if constexpr (kShort) {
+    sums = sum_row_lanes(sums, lanes);
+  } else if constexpr (kCluster) {
+    sums = both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+    cluster_wait();
+    const int target = threadIdx.x % kWarpSize;
+    if (target < p.cluster_size) {
+      float* const pair = &storage.rows.sums[2 * (rank * p.warps + row_warp)];
+      store_remote(pair, sums.xhat_wdy, target);
+      store_remote(pair + 1, sums.wdy, target);
+    }
+    cluster_arrive();
+    cluster_wait();
+    sums = sum_row_cluster(shared_address(storage.rows.sums), p.warps * p.cluster_size);
+  } else {
+    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
+    const int half = threadIdx.x % kWarpSize / (kWarpSize / 2);
+    const int place = threadIdx.x % (kWarpSize / 2);
+    if (place == 0) storage.rows.sums[half * kRingRowWarps + warp] = mine;
+    __syncthreads();
+    const bool exists = place < p.warps;
+    sums = sum_row_warps(
+        exists ? storage.rows.sums[half * kRingRowWarps + group * p.warps + place] : 0.0f, p.warps);
+  }
+
+  const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
+  const auto dx_chunk = [&](int k) {
+    Chunk out;
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 2) {
+      float values[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float centred = x[k].template get<float>(i + j) - mean;
+        const float scaled = dy[k].template get<float>(i + j) * rstd;
+        values[j] = gradient.dx(centred, scaled, weight.values[k][i + j]);
+      }
+      out.set_pair(i, values[0], values[1]);
+    }
+    return out;
+  };
+  if constexpr (kVectorized) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (active && left_of(k) > 0) {
+        store_pack(p.dx + row * p.cols + begin + column(k), dx_chunk(k));
+      }
+    }
+  } else {
+    Stage stage(storage.rows.stages[warp], p.dx + first_row * p.cols + begin);
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      stage.put(team * run + column(k), dx_chunk(k), active ? left_of(k) : 0);
+    }
+    const int64_t rows = min(static_cast<int64_t>(teams), p.rows - first_row);
+    stage.flush(static_cast<int>(rows) * run);
+  }
+}
+
+template <class X>
+cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& plan,
+                            cudaStream_t stream) {
+  const auto launch_span = [&](auto span) {
+    constexpr RingSpan kSpan = decltype(span)::value;
+    return launch(
+        plan.vectorized ? backward_few_rows<X, kSpan, true> : backward_few_rows<X, kSpan, false>,
+        plan.blocks, dim3(plan.threads_per_row * plan.rows_per_block), p.slices, stream, p);
+  };
+  if (plan.cluster_size > 1) {
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());
+  }
+  if (plan.threads_per_row > kWarpSize) {
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>());
+  }
+  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>());
+}
+
+}  // namespace fastnorm::cuda

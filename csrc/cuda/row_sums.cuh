@@ -1,0 +1,169 @@
+// What the backward's kernels of one dtype share: who holds which columns of a row, the two sums of
+// a row, and dx. All of them add in this order, so that they agree bit for bit.
+//
+// A row is held by some lanes of a warp (kWarp), by warps of a block (kBlock) or by those of a
+// cluster (kCluster). Lane l of the n lanes of a warp that hold a run of it owns the chunks l, l +
+// n of the run: 16 columns, 32 bytes of a 16-bit row, 64 of float32.
+#pragma once
+
+#include "launch.cuh"
+#include "reduce.cuh"
+
+namespace fastnorm::cuda {
+
+enum class RingSpan : uint8_t { kWarp, kBlock, kCluster };
+
+template <class X>
+constexpr int kRingChunks = backward_chunks(sizeof(X) == 2 ? DType::kFloat16 : DType::kFloat32);
+
+constexpr int kRingRowWarps = kMaxThreadsPerRow / kWarpSize;  // of a row in one block
+
+// A thread's chunks of the weight, as they are in memory: loading and unpacking are two steps, so
+// that other loads can be issued between them.
+template <class X, bool kVectorized>
+struct PackedWeight {
+  static constexpr int kChunks = kRingChunks<X>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  Pack<X, kColumns> own[kChunks];
+  Pack<float, kColumns> wide[kChunks];
+
+  // `column(k)` and `left(k)`: of this thread's chunk k.
+  template <class Column, class Left>
+  __device__ __forceinline__ void load(const void* weight, DType dtype, const Column& column,
+                                       const Left& left) {
+    if (weight == nullptr) return;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (sizeof(X) != sizeof(float) && dtype == DType::kFloat32) {
+        wide[k] = load_pack<kVectorized, float, kColumns>(
+            static_cast<const float*>(weight) + column(k), left(k));
+      } else {
+        own[k] =
+            load_pack<kVectorized, X, kColumns>(static_cast<const X*>(weight) + column(k), left(k));
+      }
+    }
+  }
+};
+
+template <class X>
+struct RingWeight {
+  static constexpr int kChunks = kRingChunks<X>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  float values[kChunks][kColumns];
+
+  // A missing weight is one.
+  template <bool kVectorized>
+  __device__ __forceinline__ RingWeight(const PackedWeight<X, kVectorized>& packed, bool exists,
+                                        DType dtype) {
+    const bool is_wide = sizeof(X) != sizeof(float) && dtype == DType::kFloat32;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        values[k][i] = !exists   ? 1.0f
+                       : is_wide ? packed.wide[k].template get<float>(i)
+                                 : packed.own[k].template get<float>(i);
+      }
+    }
+  }
+};
+
+// The sums of (x - mean) * dy * weight and of dy * weight over a thread's chunks; x(k) and dy(k)
+// give them.
+template <class X, class ChunkOfX, class ChunkOfDy>
+__device__ __forceinline__ Sums<float> sum_chunks(const ChunkOfX& x_chunk,
+                                                  const ChunkOfDy& dy_chunk,
+                                                  const RingWeight<X>& weight, float mean) {
+  Sums<float> sums;
+#pragma unroll
+  for (int k = 0; k < kRingChunks<X>; ++k) {
+    const auto x = x_chunk(k), dy = dy_chunk(k);
+    Sums<float> chunk;
+#pragma unroll
+    for (int i = 0; i < kChunkColumns<X>; ++i) {
+      const float wdy = dy.template get<float>(i) * weight.values[k][i];
+      const float centred = x.template get<float>(i) - mean;
+      chunk.xhat_wdy = i == 0 ? centred * wdy : fma(centred, wdy, chunk.xhat_wdy);
+      chunk.wdy = i == 0 ? wdy : chunk.wdy + wdy;
+    }
+    if (k == 0) {
+      sums = chunk;
+    } else {
+      sums.merge(chunk);
+    }
+  }
+  return sums;
+}
+
+// dx = rstd * wdy - rstd * mean(wdy) - (x - mean) * rstd^2 * mean(xhat * wdy)
+struct RowGradient {
+  float mean, rstd, offset, slope;
+
+  __device__ __forceinline__ RowGradient(float row_mean, float row_rstd, const Sums<float>& sums,
+                                         float inverse_cols)
+      : mean(row_mean),
+        rstd(row_rstd),
+        offset(row_rstd * (sums.wdy * inverse_cols)),
+        slope(row_rstd * sums.xhat_wdy * inverse_cols * row_rstd * row_rstd) {}
+
+  // `scaled`: dy * rstd.
+  __device__ __forceinline__ float dx(float centred, float scaled, float weight) const {
+    return fma(-slope, centred, fma(scaled, weight, -offset));
+  }
+};
+
+// The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
+// one, in the upper half the other. Half the shuffles of two separate sums.
+__device__ __forceinline__ float sum_halves(float first, float second) {
+  const bool upper = threadIdx.x % kWarpSize >= kWarpSize / 2;
+  float mine = upper ? second : first;
+  mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
+#pragma unroll
+  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
+  return mine;
+}
+
+__device__ __forceinline__ Sums<float> both_halves(float mine) {
+  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kWarpSize / 2)};
+}
+
+// The sums over the lanes of a row that a warp holds alone.
+__device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes) {
+  if (lanes == kWarpSize) return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+    if (offset < lanes) {
+      sums.xhat_wdy += __shfl_xor_sync(kAllLanes, sums.xhat_wdy, offset);
+      sums.wdy += __shfl_xor_sync(kAllLanes, sums.wdy, offset);
+    }
+  }
+  return sums;
+}
+
+// The sums over the warps of a row in one block. `mine`: lane l has the first sum of warp l, lane
+// l + 16 the second; zero for warps that do not exist.
+__device__ __forceinline__ Sums<float> sum_row_warps(float mine, int warps) {
+  if (warps > 8) mine += __shfl_xor_sync(kAllLanes, mine, 8);
+  if (warps > 4) mine += __shfl_xor_sync(kAllLanes, mine, 4);
+  if (warps > 2) mine += __shfl_xor_sync(kAllLanes, mine, 2);
+  if (warps > 1) mine += __shfl_xor_sync(kAllLanes, mine, 1);
+  return both_halves(mine);
+}
+
+// The sums over all warps of a cluster, from the pairs that they have left in shared memory.
+__device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
+  Sums<float> sums;
+  for (int i = threadIdx.x % kWarpSize; i < warps; i += kWarpSize) {
+    Sums<float> other;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(other.xhat_wdy), "=f"(other.wdy)
+                 : "r"(pairs + i * 2 * static_cast<unsigned>(sizeof(float)))
+                 : "memory");
+    sums.merge(other);
+  }
+  return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+}
+
+}  // namespace fastnorm::cuda
