@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cuda
 
 KERNELS = ["rows", "cluster", "split"]
 FORWARD_KERNELS = ["short_rows", *KERNELS]
-BACKWARD_KERNELS = ["ring", *KERNELS]
+BACKWARD_KERNELS = ["few_rows", "ring", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
     (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
@@ -63,7 +63,7 @@ def _plan(
 
 
 def _skip_without_clusters(kernel: str) -> None:
-    if kernel in ("cluster", "ring") and torch.cuda.get_device_capability() < (9, 0):
+    if kernel in ("cluster", "few_rows", "ring") and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs compute capability 9.0")
 
 
@@ -120,15 +120,17 @@ def test_forced_backward_kernels(
     dtype: torch.dtype,
 ) -> None:
     _skip_without_clusters(kernel)
-    if kernel == "ring" and dtype == torch.float64:
-        pytest.skip("the ring has no float64")
-    if kernel not in ("cluster", "ring") and cluster_size > 2:
+    if kernel in ("few_rows", "ring") and dtype == torch.float64:
+        pytest.skip("neither has float64")
+    if kernel not in ("cluster", "few_rows", "ring") and cluster_size > 2:
         pytest.skip("only a cluster has a size")
+    if kernel == "few_rows":
+        weight_grads = "tiles"
     if (kernel, weight_grads) == ("split", "fused"):
         pytest.skip("a row that is cut has no fused sums")
     request: dict[str, Any] = {"kernel": kernel, "weight_grads": weight_grads}
-    if kernel == "cluster" or (kernel == "ring" and cluster_size > 2):
-        request["cluster_size"] = cluster_size  # the ring of one block, otherwise
+    if kernel == "cluster" or (kernel in ("few_rows", "ring") and cluster_size > 2):
+        request["cluster_size"] = cluster_size  # one block, otherwise
     force(**request)
     ran = 0
     # Also many rows: persistent blocks then work on several, the last one on none.

@@ -15,6 +15,8 @@ SMALL = ["float32", "float16", "bfloat16"]
 DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
 SUMMATION = ("kernel", "chunks_per_thread", "threads_per_row", "cluster_size", "segments")
+# These hold a row in the same threads and add in the same order.
+SAME_ORDER = {"few_rows": "ring"}
 COLS = sorted(
     {
         width + off
@@ -67,7 +69,7 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
                 direction, rows, cols, dtype, aligned=aligned, dw_db=dw_db, sm_count=sm_count,
                 compute_capability=capability,
             )  # fmt: skip
-            orders.add(tuple(plan[field] for field in SUMMATION))
+            orders.add(tuple(SAME_ORDER.get(plan[field], plan[field]) for field in SUMMATION))
         assert len(orders) == 1, f"{cols} columns: {orders}"
 
 
@@ -80,11 +82,14 @@ def test_every_column_and_row_has_its_thread(
     for rows, cols, plan in all_plans(direction, dtype, gpu):
         where = f"{rows} x {cols}: {plan}"
         assert capacity(plan, dtype) >= cols, where
-        teams = plan["blocks"] // (plan["cluster_size"] * plan["segments"])
-        assert plan["blocks"] == teams * plan["cluster_size"] * plan["segments"], where
+        blocks = plan["blocks"] - plan.get("column_blocks", 0)  # that take rows
+        teams = blocks // (plan["cluster_size"] * plan["segments"])
+        assert blocks == teams * plan["cluster_size"] * plan["segments"], where
         groups = -(-rows // plan["rows_per_block"])
         if direction == "forward" or plan["kernel"] == "split":
             assert teams == groups, where
+        elif plan["kernel"] == "few_rows":
+            assert groups <= teams < groups + plan["slices"], f"whole clusters: {where}"
         else:
             assert 1 <= teams <= groups, f"persistent blocks, each with a row at least: {where}"
 
@@ -129,11 +134,20 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert threads <= 32, where
             assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
-        assert plan["cluster_size"] in (1, 2, 4, 8), where
-        if plan["kernel"] != "ring":
+        assert plan["cluster_size"] in (1, 2, 4, 8, 16), where
+        assert plan["cluster_size"] <= 8 or plan["kernel"] == "ring", where
+        if plan["kernel"] not in ("few_rows", "ring"):
             assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
-        assert plan["kernel"] not in ("cluster", "ring") or gpu[1] >= 90, where
+        assert plan["kernel"] not in ("cluster", "few_rows", "ring") or gpu[1] >= 90, where
+        if plan["kernel"] == "few_rows":
+            assert plan["column_blocks"] % plan["slices"] == plan["blocks"] % plan["slices"] == 0
+            assert plan["cluster_size"] in (1, plan["slices"]), where
         if plan["kernel"] == "ring":
+            launched = plan["cluster_size"] * plan["merged"]
+            assert plan["merged"] in (1, 2, 4), where
+            assert plan["blocks"] % launched == 0, where
+            assert launched <= 16, where
+        if plan["kernel"] in ("few_rows", "ring"):
             assert direction == "backward", where
             assert dtype != "float64", where
             assert threads * plan["rows_per_block"] % 32 == 0, "whole warps"
@@ -171,11 +185,13 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_of_the_ring(dtype: str) -> None:
-    """The backward's kernel, from rows of five chunks to those that eight blocks hold."""
+    """The backward's kernel, from rows of five chunks to those that eight blocks hold, or sixteen
+    where a device has room for such clusters.
+    """
     narrowest, widest = 4 * chunk_columns(dtype) + 1, 65_536
 
     def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
-        return _C.plan("backward", 1000, cols, dtype, compute_capability=capability, **request)
+        return _C.plan("backward", 60_000, cols, dtype, compute_capability=capability, **request)
 
     for cols in (narrowest, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, widest):
         assert plan(cols)["kernel"] == plan(cols, 100)["kernel"] == "ring"
@@ -187,18 +203,42 @@ def test_widths_of_the_ring(dtype: str) -> None:
             assert forced["kernel"] == "ring"
             assert forced["cluster_size"] >= size
             assert capacity(forced, dtype) >= cols
-    assert plan(widest + 1)["kernel"] == "split"
+    for cols in (widest + 1, 2 * widest):
+        assert (plan(cols)["kernel"], plan(cols)["cluster_size"]) == ("ring", 16)
+        assert plan(cols, large_clusters=0)["kernel"] == "split"
+    assert plan(2 * widest + 1)["kernel"] == "split"
     assert plan(narrowest - 1)["kernel"] == plan(1)["kernel"] == "rows"
 
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
-    """Of 128 MB of x and more at most 8 percent."""
-    for cols in (64, 768, 1024, 4096, 8192, 32_768, 65_536):
+    """Of 128 MB of x and more at most 8 percent, of rows that one block holds 2 percent."""
+    for cols in (64, 768, 1024, 2048, 4096, 5120, 8192, 32_768, 65_536):
         rows = 2**27 // (cols * SIZES[dtype])
         plan = _C.plan("backward", rows, cols, dtype)
         assert plan["weight_grads"] == "fused"
-        assert plan["workspace_bytes"] <= 0.08 * 2**27
+        assert plan["workspace_bytes"] <= (0.02 if plan["cluster_size"] == 1 else 0.08) * 2**27
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_few_rows_take_one_launch(dtype: str) -> None:
+    """No workspace, whatever is asked for; in the ring's widths, up to 16 MB of x."""
+    for rows, cols in ((1, 64), (1, 1024), (8, 4096), (128, 768), (512, 1024), (512, 8192)):
+        for asked in ({}, {"dx": False}, {"dw_db": False}):
+            plan = _C.plan("backward", rows, cols, dtype, **asked)
+            if "dw_db" in asked and plan["cluster_size"] > 1:
+                assert plan["kernel"] == "ring"
+                continue
+            assert plan["kernel"] == "few_rows"
+            assert plan["workspace_bytes"] == 0
+            assert plan["weight_grads"] == ("none" if "dw_db" in asked else "tiles")
+            width = plan["tile_lanes"] * chunk_columns(dtype)
+            tiles = 0 if "dw_db" in asked else -(-cols // width)
+            assert plan["column_blocks"] == tiles * plan["slices"]
+            assert plan["blocks"] > plan["column_blocks"] or "dx" in asked
+    assert _C.plan("backward", 100_000, 1024, dtype)["kernel"] == "ring"
+    assert _C.plan("backward", 100_000, 1024, dtype, dw_db=False)["kernel"] == "few_rows"
+    assert _C.plan("backward", 100_000, 8192, "bfloat16", dw_db=False)["kernel"] == "ring"
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -246,8 +286,9 @@ def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: s
             assert forced == chosen
         elif kernel == "rows" and chosen["kernel"] == "short_rows":
             assert forced["kernel"] == kernel
-        elif chosen["kernel"] == "ring":
-            assert forced["kernel"] == ("ring" if kernel == "rows" and cols > 8192 else kernel)
+        elif chosen["kernel"] in ("few_rows", "ring"):
+            widest = 8192 if kernel == "rows" else 65_536
+            assert forced["kernel"] == (kernel if cols <= widest else chosen["kernel"])
         elif kernel == "cluster" and chosen["kernel"] != "split" and capability >= 90:
             assert forced["kernel"] == kernel
         elif kernel == "rows" or capability < 90:
@@ -287,13 +328,17 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
             weight_grads=weight_grads,
         )  # fmt: skip
         where = f"{rows} x {cols}: {plan}"
+        if plan["kernel"] == "few_rows":
+            assert weight_grads is None, where
+            continue
         assert plan["weight_grads"] in ("fused", "columns"), where
         assert plan["partials"] >= 1, where
         split = plan["segments"] * rows if plan["kernel"] == "split" else 0
         assert plan["workspace_bytes"] >= 2 * item * (plan["partials"] * cols + split), where
         if plan["weight_grads"] == "fused":
             assert plan["kernel"] != "split", where
-            assert plan["partials"] * plan["cluster_size"] == plan["blocks"], where
+            launched = plan["cluster_size"] * plan["merged"]
+            assert plan["partials"] * launched == plan["blocks"], where
         else:
             assert weight_grads != "fused" or plan["kernel"] == "split", where
             threads = plan["column_threads"]
@@ -311,14 +356,18 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
         assert (without["weight_grads"], without["partials"]) == ("none", 0)
         assert without["kernel"] == "split" or without["workspace_bytes"] == 0
         alone = _C.plan("backward", rows, cols, dtype, dx=False)
-        assert (alone["dx"], alone["weight_grads"], alone["blocks"]) == (False, "columns", 0)
+        tiles = (False, "tiles", alone["column_blocks"])
+        columns = (False, "columns", 0)
+        expected = tiles if alone["kernel"] == "few_rows" else columns
+        assert (alone["dx"], alone["weight_grads"], alone["blocks"]) == expected
 
 
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("cols", [64, 1024, 4096])
 def test_many_rows_read_x_once_and_few_do_not_wait_for_partials(dtype: str, cols: int) -> None:
     assert _C.plan("backward", 1_000_000, cols, dtype)["weight_grads"] == "fused"
-    assert _C.plan("backward", 8, cols, dtype)["weight_grads"] == "columns"
+    few = "columns" if dtype == "float64" else "tiles"
+    assert _C.plan("backward", 8, cols, dtype)["weight_grads"] == few
 
 
 def test_the_partial_sums_of_many_rows_stay_few() -> None:

@@ -346,6 +346,7 @@ cudaError_t launch_few_rows(const BackwardArgs& args, const BackwardPlan& plan,
   p.db_dtype = args.bias_dtype;
   set_span(p, plan);
   p.slices = plan.slices;
+  p.tile_lanes = plan.tile_lanes;
   p.column_blocks = plan.column_blocks;
   return launch_few_rows(p, plan, stream);
 }
@@ -437,6 +438,10 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
     return launch_finish_weight_grads<A>(args, plan, dw_partials, db_partials, stream);
   });
 }
+
+// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
+// By one instantiation for all: they take the same registers and shared memory.
+cudaError_t count_large_clusters(int& count);
 
 // One instantiation file per dtype of x.
 extern template cudaError_t backward_of<float>(const BackwardArgs&, const BackwardPlan&, void*,

@@ -32,16 +32,14 @@ struct FewRowsParameters {
   int warps;              // of a row and block, else
   int cluster_size;       // blocks of a row
   int slices;             // blocks of a tile of columns
+  int tile_lanes;         // chunks of a row in a tile
   int64_t column_blocks;  // the first ones of the grid
 };
 
-// A block's share of a tile: kTileLanes chunks wide.
-constexpr int kTileLanes = kTileBytes / kChunkBytes;
-
-template <class X>
+template <class X, int kLanes>
 struct ColumnTile {
   static constexpr int kColumns = kChunkColumns<X>;
-  static constexpr int kWidth = kTileLanes * kColumns;
+  static constexpr int kWidth = kLanes * kColumns;
 
   struct Storage {
     float warp_sums[kRingRowWarps][2][kWidth];
@@ -59,15 +57,15 @@ struct ColumnTile {
     const int slice = static_cast<int>(block % p.slices);  // the block's rank in its cluster
     const int64_t slice_rows = (p.rows + p.slices - 1) / p.slices;
     const int64_t end = min(p.rows, (slice + 1) * slice_rows);
-    const int lane = threadIdx.x % kTileLanes;
-    const int teams = blockDim.x / kTileLanes;  // of threads that take a row each
+    const int lane = threadIdx.x % kLanes;
+    const int teams = blockDim.x / kLanes;  // of threads that take a row each
     const int64_t column = begin + lane * kColumns;
     const int left = static_cast<int>(min(int64_t{kColumns}, p.cols - column));
     const X* const x_column = p.x + column;
     const X* const dy_column = p.dy + column;
 
     float sums[2][kColumns] = {};  // of dy * xhat and of dy
-    for (int64_t row = slice * slice_rows + threadIdx.x / kTileLanes; row < end;
+    for (int64_t row = slice * slice_rows + threadIdx.x / kLanes; row < end;
          row += kUnroll * teams) {
       Pack<X, kColumns> x[kUnroll], dy[kUnroll];
       float mean[kUnroll], rstd[kUnroll];
@@ -95,7 +93,7 @@ struct ColumnTile {
 
     // Over the lanes of a warp that hold the same columns, its warps, and the blocks of the tile.
 #pragma unroll
-    for (int offset = kTileLanes; offset < kWarpSize; offset *= 2) {
+    for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -105,7 +103,7 @@ struct ColumnTile {
       }
     }
     const int warp = threadIdx.x / kWarpSize;
-    if (threadIdx.x % kWarpSize < kTileLanes) {
+    if (threadIdx.x % kWarpSize < kLanes) {
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
 #pragma unroll
@@ -146,9 +144,12 @@ struct ColumnTile {
   }
 };
 
-// 64 registers: blocks of 1024 threads and more on each multiprocessor.
+// 64 registers where they do, for 1024 threads on each multiprocessor.
 template <class X, RingSpan kSpan, bool kVectorized>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, 2)
+constexpr int kFewRowsBlocks = kVectorized && (sizeof(X) == 2 || kSpan != RingSpan::kWarp) ? 2 : 1;
+
+template <class X, RingSpan kSpan, bool kVectorized>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, kVectorized>))
     backward_few_rows(const FewRowsParameters<X> p) {
   constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -158,7 +159,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 2)
   using Stage = WarpStage<X, kWarpSize * kChunks * kColumns>;
   struct Unused {};
   __shared__ union {
-    typename ColumnTile<X>::Storage columns;
+    typename ColumnTile<X, kMinTileLanes>::Storage narrow_tile;
+    typename ColumnTile<X, kMaxTileLanes>::Storage wide_tile;
     struct {
       // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
       float sums[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
@@ -166,7 +168,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 2)
     } rows;
   } storage;
   if (blockIdx.x < p.column_blocks) {
-    ColumnTile<X>::template sum<kVectorized>(p, blockIdx.x, storage.columns);
+    if (p.tile_lanes == kMinTileLanes) {
+      ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.narrow_tile);
+    } else {
+      ColumnTile<X, kMaxTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.wide_tile);
+    }
     return;
   }
   if constexpr (kCluster) cluster_arrive();

@@ -11,6 +11,7 @@ namespace fastnorm::cuda {
 namespace {
 
 constexpr int kMaxDevices = 128;
+constexpr int kClusters = 90;  // the least capability that has them
 
 // Whether `elements` of `dtype` from `data` on, and from every row `row_stride` further, start at a
 // multiple of the access they are moved by.
@@ -23,7 +24,6 @@ bool is_aligned(const void* data, DType dtype, int64_t row_stride, int64_t eleme
 // The capability that kernels may be planned for: without code for 9.0 or later, as in a build for
 // 8.0 whose PTX a newer device compiles, there are no clusters.
 int usable_capability(int capability) {
-  constexpr int kClusters = 90;
   const std::vector<int> architectures = compiled_architectures();
   const bool compiled =
       std::any_of(architectures.begin(), architectures.end(), [&](int architecture) {
@@ -49,11 +49,18 @@ cudaError_t device_properties(int device, DeviceProperties& properties) {
       error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     }
     if (error != cudaSuccess) return error;
-    packed = (int64_t{sm_count} << 32) | usable_capability(major * 10 + minor);
+    const int capability = usable_capability(major * 10 + minor);
+    int large_clusters = 0;
+    if (capability >= kClusters) {
+      error = count_large_clusters(large_clusters);
+      if (error != cudaSuccess) return error;
+    }
+    packed = (int64_t{sm_count} << 32) | (int64_t{large_clusters} << 16) | capability;
     if (cacheable) cache[device].store(packed, std::memory_order_relaxed);
   }
   properties.sm_count = static_cast<int>(packed >> 32);
-  properties.compute_capability = static_cast<int>(packed & 0xffffffff);
+  properties.large_clusters = static_cast<int>(packed >> 16 & 0xffff);
+  properties.compute_capability = static_cast<int>(packed & 0xffff);
   return cudaSuccess;
 }
 

@@ -21,6 +21,7 @@ namespace fastnorm::cuda {
 struct DeviceProperties {
   int sm_count = 0;
   int compute_capability = 0;  // 90 for 9.0
+  int large_clusters = 0;      // of kLargeClusterSize blocks of kRing, that run side by side
 };
 
 enum class Kernel : uint8_t {
@@ -49,10 +50,12 @@ constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
 constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
+constexpr int kLargeClusterSize = 16;   // what some offer, if their GPCs are large enough
 constexpr int kShortRowThreads = 64;    // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
 constexpr int kMaxRingThreads = 640;    // the largest block of kRing
-constexpr int kTileBytes = 64;          // of a row, in a tile of kTiles
+constexpr int kMinTileLanes = 4;        // chunks of a row in a tile of kTiles: at least
+constexpr int kMaxTileLanes = 8;        // and at most
 constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
@@ -105,6 +108,7 @@ struct BackwardPlan {
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
   int merged = 1;        // kRing: blocks, a cluster, that leave one row of them together
   // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
+  int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
   int64_t column_blocks = 0;
   // kColumns: threads across a tile of columns, rows of threads, tiles; `partials` slices of rows.

@@ -52,9 +52,9 @@ constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 // 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
 // spills in a cluster's rows took 8 % more time.)
 template <RingSpan kSpan, bool kVectorized>
-constexpr int kRingRegisters = kSpan == RingSpan::kWarp                   ? 128
-                               : kSpan == RingSpan::kBlock && kVectorized ? 96
-                                                                          : 112;
+constexpr int kRingRegisters = kSpan == RingSpan::kBlock     ? (kVectorized ? 96 : 112)
+                               : kSpan == RingSpan::kCluster ? (kVectorized ? 112 : 128)
+                                                             : 128;
 
 // Rows under way per group, those being summed and finished among them. More are no gain: at 16384
 // x 8192 bfloat16 4 gave .92 of an elementwise sum, 3 .91; at 8192 x 16384 both .885, 2 only .71.
@@ -78,7 +78,7 @@ class RingExchange {
  public:
   static constexpr bool kCluster = kSpan == RingSpan::kCluster;
   static constexpr int kGroups = kCluster ? 1 : kRingWarps;
-  static constexpr int kSlots = kCluster ? kRingRowWarps * kMaxClusterSize : kRingRowWarps;
+  static constexpr int kSlots = kCluster ? kRingRowWarps * kLargeClusterSize : kRingRowWarps;
 
   struct Storage {
     // kBlock: [group][exchange][first or second sum][warp]; kCluster: [exchange][warp] pairs
@@ -596,15 +596,47 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   if (merges) meet();  // no block leaves while others read from it
 }
 
-// Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device.
-inline cudaError_t allow_memory(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
+// Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
+// more blocks than all devices offer.
+template <RingSpan kSpan>
+cudaError_t allow_blocks(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (error != cudaSuccess || (prepared.load(std::memory_order_relaxed) & bit) != 0) return error;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && kSpan == RingSpan::kCluster) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
   return error;
+}
+
+// How many clusters of kLargeClusterSize of the ring's largest blocks run side by side.
+template <class X>
+cudaError_t count_ring_clusters(int& count) {
+  const auto kernel = backward_ring<X, RingSpan::kCluster, true>;
+  constexpr int kBytes = kRingRowWarps * kRingWarpBytes<X, RingSpan::kCluster, true>;
+  std::atomic<uint64_t> prepared{0};
+  const cudaError_t error =
+      allow_blocks<RingSpan::kCluster>(reinterpret_cast<const void*>(kernel), kBytes, prepared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(kLargeClusterSize);
+  config.blockDim = dim3(kMaxThreadsPerRow);
+  config.dynamicSmemBytes = kBytes;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kLargeClusterSize;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    count = 0;  // not on this device
+    cudaGetLastError();
+  }
+  return cudaSuccess;
 }
 
 template <class X, bool kVectorized>
@@ -618,8 +650,8 @@ cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cu
     const int threads = plan.threads_per_row * plan.rows_per_block;
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
-    const cudaError_t error =
-        allow_memory(reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, prepared);
+    const cudaError_t error = allow_blocks<kSpan>(reinterpret_cast<const void*>(kernel),
+                                                  kMostWarps * kWarpBytes, prepared);
     if (error != cudaSuccess) return error;
     return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
                           threads / kWarpSize * kWarpBytes, stream, p);

@@ -3,8 +3,8 @@ from typing import Any, Literal
 
 Direction = Literal["forward", "backward"]
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
-KernelName = Literal["short_rows", "rows", "cluster", "ring", "split"]
-WeightGradsName = Literal["none", "fused", "columns"]
+KernelName = Literal["short_rows", "rows", "cluster", "few_rows", "ring", "split"]
+WeightGradsName = Literal["none", "fused", "tiles", "columns"]
 
 def build_info() -> dict[str, Any]: ...
 def plan(
@@ -19,6 +19,7 @@ def plan(
     one_dtype: bool = True,
     sm_count: int = 132,
     compute_capability: int = 90,
+    large_clusters: int = 7,
     kernel: KernelName | None = None,
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
