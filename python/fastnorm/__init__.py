@@ -14,6 +14,6 @@ _vmap.register()
 __version__: str = _C.build_info()["version"]
 
 cmake_prefix_path: str = str(Path(__file__).resolve().parent)
-"""The directory to name in ``CMAKE_PREFIX_PATH`` for ``find_package(fastnorm)`` in a C++ project."""
+"""What to add to ``CMAKE_PREFIX_PATH`` for ``find_package(fastnorm)`` in a C++ project."""
 
 __all__ = ["LayerNorm", "__version__", "cmake_prefix_path", "functional"]

@@ -120,11 +120,11 @@ def load_extension() -> ModuleType:
             f"its compiled part does not fit torch {torch.__version__} as installed here ({error})."
         ) from error
     loaded = module.build_info()
-    for what, built, found in (
-        ("version", build_info.FASTNORM, loaded["version"]),
-        ("CUDA", build_info.CUDA, loaded["cuda"]),
-    ):
-        if built != found:
-            path = _foreign_library() or "libfastnorm.so"
-            raise _foreign(path, f"is of {what} {found}, and this package of {what} {built}")
+    lacks_cuda = build_info.CUDA is not None and loaded["cuda"] is None
+    if loaded["version"] != build_info.FASTNORM or lacks_cuda:
+        raise _foreign(
+            _foreign_library() or "libfastnorm.so",
+            f"is fastnorm {loaded['version']}{' without CUDA' if lacks_cuda else ''}, "
+            f"and this package is {build_info.FASTNORM}{' with CUDA' if lacks_cuda else ''}",
+        )
     return module
