@@ -18,10 +18,6 @@ NO_DEVICE = 77
 class Tensors(torch.nn.Module):
     """What C++ compares with; a scripted module is a container that C++ reads by name."""
 
-    device: str
-    input: torch.Tensor
-    output: torch.Tensor
-
     def __init__(self, device: str, input: torch.Tensor, output: torch.Tensor) -> None:
         super().__init__()
         self.device = device
