@@ -4,8 +4,10 @@
 check_cpp() {
   command -v cmake >/dev/null || fail "cmake is not on the PATH: C++ programs cannot be checked"
   hide_nvcc
+  section "C++: Python's package"
+  make_wheel
   new_environment cpp "$CPU_PYTHON" "$CPU_TORCH"
-  pip install .
+  pip install "$work"/wheel/fastnorm-*.whl
   local torch_cmake
   torch_cmake=$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')
 

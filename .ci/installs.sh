@@ -34,11 +34,17 @@ check_installs() {
   check_editable
 }
 
-check_wheel() {
-  section "pip wheel, and the wheel without compilers"
+# Makes the wheel for CPU_TORCH unless it is there.
+make_wheel() {
+  if [ -d "$work/wheel" ]; then return; fi
   new_environment builder "$CPU_PYTHON" "$CPU_TORCH"
   pip wheel --no-deps --wheel-dir "$work/wheel" .
   drop_environment builder
+}
+
+check_wheel() {
+  section "pip wheel, and the wheel without compilers"
+  make_wheel
   new_environment wheel "$CPU_PYTHON" "$CPU_TORCH"
   (
     PATH=$(path_without nvcc c++ g++ gcc cc clang clang++ ninja cmake)
