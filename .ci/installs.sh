@@ -81,7 +81,7 @@ check_uv() {
   (
     # shellcheck disable=SC1091
     source "$work/uv_environment/bin/activate"
-    export PATH="$work/uv/bin:$PATH"
+    export PATH="$PATH:$work/uv/bin"
     uv pip install --quiet "$CPU_TORCH"
     uv pip install setuptools ninja && uv pip install --no-build-isolation .
     check_build "info['torch'] == '${CPU_TORCH##*=}'"
