@@ -117,7 +117,7 @@ def load_extension() -> ModuleType:
         if foreign is not None:
             raise _foreign(foreign, f"does not fit this package ({error})") from error
         raise _error(
-            f"its compiled part does not fit torch {torch.__version__} as installed here ({error})."
+            f"its compiled part cannot be loaded beside torch {torch.__version__} ({error})."
         ) from error
     loaded = module.build_info()
     lacks_cuda = build_info.CUDA is not None and loaded["cuda"] is None
