@@ -1,4 +1,11 @@
-"""Compiles csrc/ into fastnorm._C, for CPU or for CPU and CUDA. The metadata is in pyproject.toml.
+"""Compiles csrc/, for CPU or for CPU and CUDA. The metadata is in pyproject.toml.
+
+The package gets, beside Python's files:
+    lib/libfastnorm.so    the operators, without Python: what C++ programs link to as well
+    _C                    the Python module that loads it
+    include, lib/cmake    for C++ programs: headers and what find_package(fastnorm) reads
+    _build_info.py        what all this was compiled against
+CMakeLists.txt compiles the same library where there is no Python.
 
 Environment variables:
     FASTNORM_CUDA         1: build the CUDA kernels or fail; 0: leave them out. Unset: build them
@@ -46,6 +53,8 @@ NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
 # No -fopenmp: the OpenMP symbols are found in the library that torch itself loaded, so that there
 # is one thread pool.
 LINK_FLAGS = ["-Wl,--strip-all"]
+
+PYTHON_MODULE = "csrc/python_module.cpp"  # every other source is part of libfastnorm
 
 MINIMUM_SETUPTOOLS = 77  # the first to know pyproject.toml's `license` and `license-files`
 MINIMUM_ARCHITECTURE = 75
@@ -255,14 +264,20 @@ def version() -> str:
     return match[1]
 
 
-def sources(with_cuda: bool) -> list[str]:
+def library_sources(with_cuda: bool) -> list[str]:
     suffixes = {".cpp", ".cu"} if with_cuda else {".cpp"}
     paths = sorted(path for path in Path("csrc").rglob("*") if path.suffix in suffixes)
+    paths.remove(Path(PYTHON_MODULE))
     stems = [path.with_suffix("") for path in paths]
     for stem in stems:
         if stems.count(stem) > 1:  # the object files would overwrite each other
             fail(f"{stem}.cpp and {stem}.cu: sources of one directory need different names.")
     return [str(path) for path in paths]
+
+
+def system_headers() -> list[str]:
+    """As system headers, torch's raise none of the warnings that fastnorm's own sources are for."""
+    return [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
 
 
 torch = import_torch()
@@ -275,7 +290,7 @@ if torch is not None:
 
 
 class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension):
-    """Compiles the extension and writes `fastnorm/_build_info.py` beside it.
+    """Compiles libfastnorm and fastnorm._C and writes beside them what belongs to them.
 
     All decisions are taken in `run`: the commands that do not compile (sdist, egg_info) need
     neither torch nor compilers.
@@ -307,40 +322,92 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             flush=True,
         )
         self.build_temp += f"-torch-{torch.__version__}"  # objects of another torch are of no use
-        [extension] = self.extensions
-        vars(extension).update(vars(self.configured_extension()))
+        library, module = self.extensions
+        vars(library).update(vars(self.configured_library()))
+        vars(module).update(vars(self.configured_module()))
+        package = Path(self.get_ext_fullpath("fastnorm._C")).parent
+        (package / "lib").mkdir(parents=True, exist_ok=True)
         super().run()
-        self.write_build_info()
-        if not self.inplace:
-            shutil.copytree(
-                "csrc/include", Path(self.build_lib, "fastnorm", "include"), dirs_exist_ok=True
-            )
+        self.write_build_info(package / "_build_info.py")
+        shutil.copytree("csrc/include", package / "include", dirs_exist_ok=True)
+        self.write_cmake_package(package / "lib" / "cmake" / "fastnorm")
 
-    def configured_extension(self) -> setuptools.Extension:
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.endswith("libfastnorm"):  # not a Python module, so without Python's ABI tag
+            return str(Path(*fullname.split("."))) + ".so"
+        return super().get_ext_filename(fullname)
+
+    def build_extension(self, extension: setuptools.Extension) -> None:
+        directory = self.build_temp  # one each: ninja keeps its records there
+        self.build_temp = str(Path(directory, extension.name.rpartition(".")[2]))
+        try:
+            super().build_extension(extension)
+        finally:
+            self.build_temp = directory
+
+    def configured_library(self) -> setuptools.Extension:
         with_cuda = self.chosen_toolkit is not None
         make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-        # As system headers, torch's raise none of the warnings that fastnorm's own sources are for.
-        system_headers = [
-            flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)
-        ]
-        return make(
-            "fastnorm._C",
-            sources(with_cuda),
+        extension = make(
+            "fastnorm.lib.libfastnorm",
+            library_sources(with_cuda),
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
             define_macros=[("FASTNORM_WITH_CUDA", None)] if with_cuda else [],
-            extra_compile_args={"cxx": CXX_FLAGS + system_headers, "nvcc": NVCC_FLAGS},
-            extra_link_args=LINK_FLAGS,
+            extra_compile_args={"cxx": CXX_FLAGS + system_headers(), "nvcc": NVCC_FLAGS},
+            extra_link_args=[
+                *LINK_FLAGS,
+                "-Wl,-soname,libfastnorm.so",
+                *(f"-Wl,-rpath,{path}" for path in self.library_search_path()),
+            ],
+        )
+        extension.libraries.remove("torch_python")  # for programs without Python
+        return extension
+
+    def configured_module(self) -> setuptools.Extension:
+        return setuptools.Extension(
+            "fastnorm._C",
+            [PYTHON_MODULE],
+            language="c++",
+            include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
+            extra_compile_args={"cxx": CXX_FLAGS + system_headers()},
+            library_dirs=[str(Path(self.build_lib, "fastnorm", "lib"))],
+            libraries=["fastnorm"],
+            extra_link_args=[*LINK_FLAGS, "-Wl,-rpath,$ORIGIN/lib"],
         )
 
-    def write_build_info(self) -> None:
+    def library_search_path(self) -> list[str]:
+        """Return where libfastnorm looks for torch and CUDA when no Python has loaded them.
+
+        An installed one looks beside its own package, wherever that lies: the torch that pip
+        builds with may be a temporary one.
+        """
+        site_packages = Path(torch.__file__).parents[1] if self.inplace else "$ORIGIN/../.."
+        directories = ["torch/lib"]
+        if self.chosen_toolkit is not None:
+            directories += [f"nvidia/cu{self.chosen_toolkit.major}/lib", "nvidia/cuda_runtime/lib"]
+        return [f"{site_packages}/{directory}" for directory in directories]
+
+    def write_build_info(self, path: Path) -> None:
         cuda = self.chosen_toolkit.version if self.chosen_toolkit is not None else None
-        target = Path(self.get_ext_fullpath("fastnorm._C")).with_name("_build_info.py")
-        target.write_text(
+        path.write_text(
             '"""What this fastnorm was compiled against. Written by setup.py."""\n\n'
+            f"FASTNORM = {version()!r}\n"
             f"TORCH = {str(torch.__version__)!r}\n"
             f"CUDA = {cuda!r}\n"
             f"CUDA_ARCHITECTURES = {self.architectures!r}\n"
         )
+
+    def write_cmake_package(self, directory: Path) -> None:
+        values = {
+            "FASTNORM_VERSION": version(),
+            "FASTNORM_TORCH_VERSION": re.match(r"\d+\.\d+\.\d+", torch.__version__)[0],
+            "FASTNORM_WITH_CUDA": "OFF" if self.chosen_toolkit is None else "ON",
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy("cmake/fastnormTorch.cmake", directory)
+        for template in Path("cmake").glob("*.in"):
+            text = re.sub(r"@(\w+)@", lambda match: values[match[1]], template.read_text())
+            (directory / template.stem).write_text(text)
 
 
 if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
@@ -352,6 +419,9 @@ if int(setuptools.__version__.split(".")[0]) < MINIMUM_SETUPTOOLS:
 setuptools.setup(
     version=version(),
     install_requires=[torch_requirement(torch), "tqdm"],
-    ext_modules=[setuptools.Extension("fastnorm._C", sources=[])],
+    ext_modules=[  # configured when they are built; the module is linked to the library
+        setuptools.Extension("fastnorm.lib.libfastnorm", sources=[]),
+        setuptools.Extension("fastnorm._C", sources=[]),
+    ],
     cmdclass={"build_ext": BuildFastnorm},
 )

@@ -6,7 +6,7 @@
 
 #include <sstream>
 
-#include "fastnorm/fastnorm.h"
+#include "fastnorm/layer_norm.h"
 
 namespace fastnorm::ops {
 namespace {

@@ -1,18 +1,16 @@
 // The Python module fastnorm._C: what was built, and the CUDA plan for inspection and tests. The
-// operators need no Python; they register themselves when this library is loaded.
+// operators need no Python: they are in libfastnorm, which this module is linked to and which
+// registers them when it is loaded.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/version.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
-#include <vector>
 
-#include "backend/layer_norm_cuda.h"
-#include "cpu/layer_norm_cpu.h"
 #include "cuda/plan.h"
-#include "fastnorm/version.h"
+#include "inspection.h"
 
 namespace py = pybind11;
 
@@ -58,20 +56,14 @@ constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
     {"columns", cuda::WeightGrads::kColumns}};
 
 py::dict build_info() {
+  const inspection::BuildInfo build = inspection::build_info();
   py::dict info;
-  info["version"] = FASTNORM_VERSION;
-  info["torch"] = TORCH_VERSION;
-  const ops::CudaBuild cuda = ops::cuda_build();
-  info["cuda"] = cuda.version.empty() ? py::object(py::none()) : py::object(py::str(cuda.version));
-  info["cuda_architectures"] = cuda.architectures;
-#if defined(__clang__)
-  info["compiler"] = "clang " __clang_version__;
-#elif defined(__GNUC__)
-  info["compiler"] = "gcc " __VERSION__;
-#else
-  info["compiler"] = "unknown";
-#endif
-  info["instruction_set"] = cpu::instruction_set();
+  info["version"] = build.version;
+  info["torch"] = build.torch;
+  info["cuda"] = build.cuda.empty() ? py::object(py::none()) : py::object(py::str(build.cuda));
+  info["cuda_architectures"] = build.cuda_architectures;
+  info["compiler"] = build.compiler;
+  info["instruction_set"] = build.instruction_set;
   return info;
 }
 
@@ -109,7 +101,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan =
-        cuda::plan_forward({rows, cols, x_dtype, aligned}, device, request);
+        inspection::plan_forward({rows, cols, x_dtype, aligned}, device, request);
     py::dict result = describe_block(plan);
     result["rows_per_thread"] = plan.rows_per_thread;
     result["shared_bytes"] = plan.shared_bytes;
@@ -119,8 +111,8 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     throw std::invalid_argument("Expected direction to be one of forward, backward, but got '" +
                                 direction + "'");
   }
-  const cuda::BackwardPlan plan =
-      cuda::plan_backward({rows, cols, x_dtype, aligned, dx, dw_db, one_dtype}, device, request);
+  const cuda::BackwardPlan plan = inspection::plan_backward(
+      {rows, cols, x_dtype, aligned, dx, dw_db, one_dtype}, device, request);
   py::dict result = describe_block(plan);
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
@@ -152,7 +144,8 @@ PYBIND11_MODULE(_C, m) {
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
          std::optional<int> cluster_size) {
-        fastnorm::ops::force_cuda_plan(fastnorm::make_request(kernel, weight_grads, cluster_size));
+        fastnorm::inspection::force_cuda_plan(
+            fastnorm::make_request(kernel, weight_grads, cluster_size));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
       py::arg("cluster_size") = py::none(),

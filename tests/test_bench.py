@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as command  # noqa: E402
-from bench import measure, merge, readme, timing  # noqa: E402
+from bench import build, measure, merge, readme, timing  # noqa: E402
 from bench.cases import PASSES, SETS, Case, Work, part_of  # noqa: E402
 from bench.goals import GOALS, goal_of, kind_of, memory_goal  # noqa: E402
 from bench.measure import Bench, judged  # noqa: E402
@@ -373,3 +373,24 @@ def test_the_cases_of_a_file_are_read_back() -> None:
         for work in SETS[name]:
             assert Case.from_json(json.loads(json.dumps(work.case.to_json()))) == work.case
     assert dataclasses.replace(SMALL, weight="bf16") != SMALL
+
+
+def test_what_sources_cost_to_compile(tmp_path: Path) -> None:
+    """The last compilation of each object that is there, the slowest first."""
+    directory = tmp_path / "libfastnorm"
+    (directory / "csrc").mkdir(parents=True)
+    log = ["# ninja log v5"]
+    for name, start, end in [("slow", 0, 2500), ("fast", 100, 400), ("fast", 100, 350)]:
+        path = directory / "csrc" / f"{name}.o"
+        path.write_bytes(b"x" * 1500)
+        log.append(f"{start}\t{end}\t17\t{path}\tabc")
+    log.append(f"0\t9000\t17\t{directory}/csrc/deleted.o\tabc")
+    (directory / ".ninja_log").write_text("\n".join(log) + "\n")
+    units = build.units_of(tmp_path)
+    assert [unit.name for unit in units] == ["csrc/slow", "csrc/fast"]
+    assert [unit.seconds for unit in units] == [2.5, 0.25]
+    assert build.table(units).splitlines()[2:] == [
+        "| csrc/slow | 2.5 | 2 |",
+        "| csrc/fast | 0.2 | 2 |",
+        "| all 2 | 3 | 3 |",
+    ]

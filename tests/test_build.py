@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_a_torch_that_does_not_fit(
 ) -> None:
     """The import fails with both versions and the command that mends it."""
     torch_version, cuda = built
-    fake = SimpleNamespace(TORCH=torch_version, CUDA=cuda)
+    fake = SimpleNamespace(FASTNORM=fastnorm.__version__, TORCH=torch_version, CUDA=cuda)
     monkeypatch.setitem(sys.modules, "fastnorm._build_info", fake)
     monkeypatch.setattr(torch, "__version__", installed[0])
     monkeypatch.setattr(torch.version, "cuda", installed[1])
@@ -130,3 +131,63 @@ def test_what_was_recorded_is_what_was_compiled() -> None:
     info = fastnorm._C.build_info()
     assert _build_info.TORCH.split("+")[0] == info["torch"]
     assert (_build_info.CUDA is None) == (info["cuda"] is None)
+    assert info["version"] == _build_info.FASTNORM
+
+
+def test_what_cpp_programs_need_is_installed() -> None:
+    """tests/cpp builds programs with it."""
+    package = Path(fastnorm.cmake_prefix_path)
+    assert (package / "lib" / "libfastnorm.so").is_file()
+    for header in ("fastnorm.h", "layer_norm.h", "nn.h", "version.h", "export.h"):
+        assert (package / "include" / "fastnorm" / header).is_file()
+    for file in ("Config", "ConfigVersion", "Torch"):
+        text = (package / "lib" / "cmake" / "fastnorm" / f"fastnorm{file}.cmake").read_text()
+        assert re.search(r"@\w+@", text) is None  # no placeholder is left
+
+
+OWN = Path("/here/fastnorm/lib/libfastnorm.so")
+MAPPINGS = """\
+5600a000-5600b000 r--p 00000000 fe:00 12 /usr/bin/python3.12
+7f00a000-7f00b000 r-xp 00000000 fe:00 34 {}
+7f00c000-7f00d000 rw-p 00000000 00:00 0
+"""
+
+
+def test_another_library_in_the_process_is_found() -> None:
+    other = "/a program's/lib/libfastnorm.so"
+    assert _checks.other_library(OWN, MAPPINGS.format(other)) == other
+    assert _checks.other_library(OWN, MAPPINGS.format(OWN)) is None
+    assert _checks.other_library(OWN, MAPPINGS.format("/usr/lib/libc.so.6")) is None
+
+
+@pytest.mark.parametrize(
+    ("built", "words"),
+    [
+        ({"FASTNORM": "9.9.0"}, [f"is fastnorm {fastnorm.__version__}", "this package is 9.9.0"]),
+        ({"CUDA": "13.0"}, ["without CUDA", "with CUDA"]),
+    ],
+)
+def test_a_library_of_another_build_was_loaded_before(
+    monkeypatch: pytest.MonkeyPatch, built: dict[str, str], words: list[str]
+) -> None:
+    """As when a C++ program brings its own libfastnorm into the process."""
+    recorded = {"FASTNORM": fastnorm.__version__, "TORCH": torch.__version__, "CUDA": None}
+    monkeypatch.setitem(sys.modules, "fastnorm._build_info", SimpleNamespace(**(recorded | built)))
+    monkeypatch.setattr(torch.version, "cuda", built.get("CUDA"))
+    without_cuda = fastnorm._C.build_info() | {"cuda": None}
+    monkeypatch.setattr(fastnorm._C, "build_info", lambda: without_cuda)
+    with pytest.raises(ImportError) as raised:
+        _checks.load_extension()
+    for word in (*words, "libfastnorm.so", "CMAKE_PREFIX_PATH"):
+        assert word in str(raised.value)
+
+
+@pytest.mark.skipif(_build_info.CUDA is not None, reason="built with CUDA")
+def test_cuda_kernels_of_a_build_without_cuda() -> None:
+    """What a call with CUDA tensors reaches: the dispatcher's entry, asked for without a GPU."""
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    op = torch.ops.fastnorm.layer_norm_forward.default
+    with pytest.raises(
+        NotImplementedError, match=r"without CUDA.*\n?.*FASTNORM_CUDA=1 pip install"
+    ):
+        op.redispatch(cuda, torch.ones(2, 3), [3], None, None, 1e-5, None)

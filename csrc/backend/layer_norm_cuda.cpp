@@ -119,7 +119,8 @@ namespace {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
       "fastnorm was built without CUDA and cannot run on a CUDA tensor. Install the CUDA toolkit "
-      "and reinstall fastnorm with FASTNORM_CUDA=1 in the environment.");
+      "that torch was built with and rebuild fastnorm; in its source tree: "
+      "FASTNORM_CUDA=1 pip install .");
 }
 
 Tensors3 layer_norm_forward_cuda(const at::Tensor& /*input*/,

@@ -1,5 +1,7 @@
 """LayerNorm for PyTorch: `torch.ops.fastnorm`, `fastnorm.functional` and `fastnorm.LayerNorm`."""
 
+from pathlib import Path
+
 from fastnorm._checks import load_extension
 
 _C = load_extension()
@@ -11,4 +13,7 @@ _vmap.register()
 
 __version__: str = _C.build_info()["version"]
 
-__all__ = ["LayerNorm", "__version__", "functional"]
+cmake_prefix_path: str = str(Path(__file__).resolve().parent)
+"""What to add to ``CMAKE_PREFIX_PATH`` for ``find_package(fastnorm)`` in a C++ project."""
+
+__all__ = ["LayerNorm", "__version__", "cmake_prefix_path", "functional"]

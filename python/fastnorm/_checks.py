@@ -1,4 +1,4 @@
-"""Loads fastnorm._C, or says why it cannot be loaded and what mends it.
+"""Loads fastnorm._C and libfastnorm, or says why they cannot be loaded and what mends it.
 
 A compiled extension runs only with the torch (major.minor) and the CUDA major version that it was
 compiled against; with others the loader reports an undefined symbol, or worse, nothing.
@@ -58,15 +58,46 @@ def _missing() -> str:
     return f"its compiled part is missing in {here}, which looks like a source tree never built."
 
 
-def _error(problem: str) -> ImportError:
-    return ImportError(f"fastnorm cannot be imported: {problem}\n{_REBUILD}", name="fastnorm")
+def other_library(own: Path, mappings: str) -> str | None:
+    """Return the path of another libfastnorm than `own` in this process, by `/proc/self/maps`.
+
+    A process holds one libfastnorm: the loader gives every program and module that asks for the
+    name the one that was loaded first.
+    """
+    for line in mappings.splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if path.endswith("/libfastnorm.so") and path != str(own):
+            return path
+    return None
+
+
+def _foreign_library() -> str | None:
+    try:
+        mappings = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    return other_library(Path(__file__).resolve().parent / "lib" / "libfastnorm.so", mappings)
+
+
+def _error(problem: str, remedy: str = _REBUILD) -> ImportError:
+    return ImportError(f"fastnorm cannot be imported: {problem}\n{remedy}", name="fastnorm")
+
+
+def _foreign(path: str, difference: str) -> ImportError:
+    return _error(
+        f"the C++ library that this process loaded before, {path}, {difference}.",
+        "A process can hold only one. Build the C++ code that brings it with the library of this "
+        "package:\n    cmake -B build -DCMAKE_PREFIX_PATH="
+        f'"{Path(torch.__file__).parent};{Path(__file__).resolve().parent}"',
+    )
 
 
 def load_extension() -> ModuleType:
-    """Import fastnorm._C, which registers the operators.
+    """Import fastnorm._C, which loads the library that registers the operators.
 
     Raises:
-        ImportError: fastnorm was not built, or was built for another torch, CUDA or Python.
+        ImportError: fastnorm was not built, or was built for another torch, CUDA or Python, or the
+            process already holds a libfastnorm that differs.
     """
     try:
         build_info = importlib.import_module("fastnorm._build_info")
@@ -78,10 +109,22 @@ def load_extension() -> ModuleType:
     if problem is not None:
         raise _error(problem)
     try:
-        return importlib.import_module("fastnorm._C")
+        module = importlib.import_module("fastnorm._C")
     except ModuleNotFoundError:
         raise _error(_missing()) from None
     except ImportError as error:
+        foreign = _foreign_library()
+        if foreign is not None:
+            raise _foreign(foreign, f"does not fit this package ({error})") from error
         raise _error(
-            f"its compiled part does not fit torch {torch.__version__} as installed here ({error})."
+            f"its compiled part cannot be loaded beside torch {torch.__version__} ({error})."
         ) from error
+    loaded = module.build_info()
+    lacks_cuda = build_info.CUDA is not None and loaded["cuda"] is None
+    if loaded["version"] != build_info.FASTNORM or lacks_cuda:
+        raise _foreign(
+            _foreign_library() or "libfastnorm.so",
+            f"is fastnorm {loaded['version']}{' without CUDA' if lacks_cuda else ''}, "
+            f"and this package is {build_info.FASTNORM}{' with CUDA' if lacks_cuda else ''}",
+        )
+    return module

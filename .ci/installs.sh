@@ -1,0 +1,119 @@
+# The ways to install fastnorm, each from a clean environment; pip install with and without torch,
+# --no-build-isolation and the source distribution are tried with the test suites in .ci/run.
+# Sourced by .ci/run.
+
+make_sdist() {
+  rm -rf "$work/sdist"
+  python -m build --sdist --outdir "$work/sdist" .
+}
+
+# Makes the source distribution unless it is there, and prints where its content lies.
+unpacked_sdist() {
+  if [ ! -d "$work/sdist" ]; then (check_sdist >&2); fi
+  local tree=$work/sdist_tree
+  mkdir -p "$tree"
+  tar -xzf "$work"/sdist/fastnorm-*.tar.gz -C "$tree" --strip-components=1
+  echo "$tree"
+}
+
+# What tells one installed torch from another: its version, and when and where it was written.
+torch_files() {
+  python -c 'import torch; print(torch.__version__)'
+  stat --format '%n %i %Y' "$(python -c 'import torch; print(torch.__file__)')"
+}
+
+check_cuda_torch_without_nvcc() (
+  hide_nvcc
+  fails_with "no working nvcc was found|Install CUDA toolkit|CUDA_HOME" \
+    env FASTNORM_CUDA=1 pip install --no-deps .
+)
+
+check_installs() {
+  hide_nvcc
+  check_wheel
+  check_editable
+}
+
+# Makes the wheel for CPU_TORCH unless it is there.
+make_wheel() {
+  if [ -d "$work/wheel" ]; then return; fi
+  new_environment builder "$CPU_PYTHON" "$CPU_TORCH"
+  pip wheel --no-deps --wheel-dir "$work/wheel" .
+  drop_environment builder
+}
+
+check_wheel() {
+  section "pip wheel, and the wheel without compilers"
+  make_wheel
+  new_environment wheel "$CPU_PYTHON" "$CPU_TORCH"
+  (
+    PATH=$(path_without nvcc c++ g++ gcc cc clang clang++ ninja cmake)
+    export PATH
+    if command -v c++ || command -v ninja; then fail "compilers are still found"; fi
+    pip install "$work"/wheel/fastnorm-*.whl
+    check_build 'info["cuda"] is None'
+    cd "$work" && python -m fastnorm --quick --device cpu
+  )
+  drop_environment wheel
+}
+
+check_editable() {
+  section "editable"
+  local sdist_tree tree=$work/editable_tree
+  sdist_tree=$(unpacked_sdist)
+  rm -rf "$tree"
+  cp -r "$sdist_tree" "$tree"
+  new_environment editable "$CPU_PYTHON" "$CPU_TORCH"
+  pip install -e "$tree"
+  check_build 'info["cuda"] is None'
+  echo 'EDITED = True' >>"$tree/python/fastnorm/functional.py"
+  (cd "$work" && python -c 'import fastnorm; assert fastnorm.functional.EDITED')
+  drop_environment editable
+}
+
+# As the README says, in an environment and in a project of uv's. uv does not read pip's settings.
+check_uv() {
+  hide_nvcc
+  section "uv: an environment"
+  new_environment uv "$CPU_PYTHON" uv
+  use_pips_indexes_in_uv
+  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/uv_environment"
+  (
+    # shellcheck disable=SC1091
+    source "$work/uv_environment/bin/activate"
+    export PATH="$PATH:$work/uv/bin"
+    uv pip install --quiet "$CPU_TORCH"
+    uv pip install setuptools ninja && uv pip install --no-build-isolation .
+    check_build "info['torch'] == '${CPU_TORCH##*=}'"
+  )
+  rm -rf "$work/uv_environment"
+  section "uv: a project"
+  mkdir -p "$work/project"
+  cat >"$work/project/pyproject.toml" <<TOML
+[project]
+name = "user"
+version = "1"
+requires-python = "==$CPU_PYTHON.*"
+dependencies = ["fastnorm", "$CPU_TORCH"]
+
+[tool.uv.sources]
+fastnorm = { path = "$PWD" }
+
+$(sed -n '/^\[tool.uv.extra-build-dependencies\]/,/^```/p' README.md | sed '/^```/d')
+TOML
+  (cd "$work/project" && uv sync --python "$(find_python "$CPU_PYTHON")" &&
+    uv run --no-sync python -c "
+import fastnorm, torch
+assert fastnorm._C.build_info()['torch'] == torch.__version__.split('+')[0] == '${CPU_TORCH##*=}'")
+  drop_environment uv
+}
+
+use_pips_indexes_in_uv() {
+  local setting
+  for setting in index-url:UV_DEFAULT_INDEX extra-index-url:UV_INDEX find-links:UV_FIND_LINKS \
+    cert:SSL_CERT_FILE; do
+    local value
+    value=$(pip config get "global.${setting%%:*}" 2>/dev/null || true)
+    if [ -n "$value" ]; then export "${setting##*:}=$value"; fi
+  done
+}
