@@ -4,11 +4,11 @@ from fastnorm._checks import load_extension
 
 _C = load_extension()
 
-from fastnorm import _vmap, functional  # noqa: E402  (the operators are registered from here on)
-from fastnorm.modules import LayerNorm  # noqa: E402
+from fastnorm import _vmap, functional, onnx  # noqa: E402  (the operators are registered from here on)
+from fastnorm.modules import LayerNorm, LazyLayerNorm  # noqa: E402
 
 _vmap.register()
 
 __version__: str = _C.build_info()["version"]
 
-__all__ = ["LayerNorm", "__version__", "functional"]
+__all__ = ["LayerNorm", "LazyLayerNorm", "__version__", "functional", "onnx"]
