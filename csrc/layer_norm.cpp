@@ -167,8 +167,9 @@ TORCH_LIBRARY_IMPL(fastnorm, CompositeImplicitAutograd, m) {
   m.impl("layer_norm", layer_norm_composite);
 }
 
-// vmap takes the composite operator apart, too, instead of calling it sample by sample.
-TORCH_LIBRARY_IMPL(fastnorm, FuncTorchBatchedDecomposition, m) {
+// vmap takes the composite operator apart, too, instead of calling it sample by sample. Not by the
+// alias key FuncTorchBatchedDecomposition, which torch 2.7 heeds for its own operators alone.
+TORCH_LIBRARY_IMPL(fastnorm, FuncTorchBatched, m) {
   m.impl("layer_norm", layer_norm_composite);
 }
 

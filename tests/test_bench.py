@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as command  # noqa: E402
-from bench import build, measure, merge, readme, timing  # noqa: E402
+from bench import build, measure, merge, readme, timing, vmap  # noqa: E402
 from bench.cases import PASSES, SETS, Case, Work, part_of  # noqa: E402
 from bench.goals import GOALS, goal_of, kind_of, memory_goal  # noqa: E402
 from bench.measure import Bench, judged  # noqa: E402
@@ -394,3 +394,25 @@ def test_what_sources_cost_to_compile(tmp_path: Path) -> None:
         "| csrc/fast | 0.2 | 2 |",
         "| all 2 | 3 | 3 |",
     ]
+
+
+def test_vmap_against_the_batched_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vmap.CASES, "cpu", [vmap.Case(3, 4, 8, "fp32"), vmap.Case(3, 4, 8, "bf16")])
+    file = tmp_path / "vmap.json"
+    vmap.main(["--device", "cpu", "--seconds", "0.001", "--json", str(file)])
+    cells = json.loads(file.read_text())["cells"]
+    assert len(cells) == 2 * len(vmap.NORMS) * 3
+    for cell in cells:
+        assert cell["ratio"] == pytest.approx(cell["vmap"]["us"] / cell["batched"]["us"])
+    assert capsys.readouterr().out.count("gradients of each sample") == 2 * len(vmap.NORMS)
+
+
+def test_vmap_benchmark_notices_a_wrong_result() -> None:
+    case = vmap.Case(3, 4, 8, "fp32")
+    calls = vmap.pairs(case, vmap.layer_norm, CPU)
+    mapped, batched = calls["inputs"]
+    calls["inputs"] = (mapped, lambda: batched() + 1)
+    with pytest.raises(AssertionError):
+        vmap.check(case, calls)

@@ -1,10 +1,8 @@
-"""fastnorm.functional.layer_norm: signature, subclasses, meta and fake tensors, torch.compile."""
+"""fastnorm.functional.layer_norm: signature, subclasses, meta and fake tensors."""
 
 from __future__ import annotations
 
-import copy
 import inspect
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from reference import DTYPES, SMALL_DTYPES, name_of, ops, random
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fastnorm
 from fastnorm.functional import layer_norm
 
 
@@ -141,61 +138,3 @@ def test_meta_checks_what_the_kernels_check() -> None:
         ops.layer_norm(x, [3], torch.ones(3, device="meta", dtype=torch.float64))
     with pytest.raises(RuntimeError, match="out_dtype"):
         ops.layer_norm(x, [3], out_dtype=torch.float64)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def test_compile(device: str, affine: bool, out_dtype: torch.dtype | None, dynamic: bool) -> None:
-    """One graph, forward and backward, equal to eager bit by bit."""
-    torch._dynamo.reset()
-    norm = fastnorm.LayerNorm(24, elementwise_affine=affine, device=device, out_dtype=out_dtype)
-    compiled = torch.compile(
-        copy.deepcopy(norm), backend="aot_eager", fullgraph=True, dynamic=dynamic
-    )
-    for rows in (5, 9):
-        results = []
-        for module in (norm, compiled):
-            x = random((rows, 24), torch.float32, device).requires_grad_()
-            y = module(x)
-            grad_out = random((rows, 24), y.dtype, device, seed=3)
-            results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], grad_out)])
-        for eager, graph in zip(*results):
-            assert eager.dtype == graph.dtype
-            assert eager.stride() == graph.stride()
-            assert eager.equal(graph)
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript ends with Python 3.13")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_the_function_scripts(device: str) -> None:
-    scripted = torch.jit.script(layer_norm)
-    x, w = random((5, 6), torch.float32, device), random((6,), torch.float32, device, seed=1)
-    assert scripted(x, [6], w).equal(layer_norm(x, [6], w))
-    assert scripted(x, [6], w, w, 1e-3, torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_compiled_graph_holds_the_operator() -> None:
-    """Not its pieces: the compiled program calls fastnorm once."""
-    torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    torch.compile(layer_norm, backend=backend, fullgraph=True)(torch.ones(2, 3), [3])
-    calls = [n for g in graphs for n in g.graph.nodes if n.op == "call_function"]
-    assert ["fastnorm" in str(call.target) for call in calls] == [True]
-
-
-def test_export_keeps_the_operator() -> None:
-    norm = fastnorm.LayerNorm(6).eval()
-    x = random((5, 6), torch.float32, "cpu")
-    batch = torch.export.Dim("batch", min=2)
-    program = torch.export.export(norm, (x,), dynamic_shapes={"input": {0: batch}})
-    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert targets == ["fastnorm.layer_norm.default"]
-    other = random((8, 6), torch.float32, "cpu", seed=1)
-    assert program.module()(other).equal(norm(other))
-    assert "fastnorm.layer_norm_forward.default" in str(program.run_decompositions().graph)

@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import sys
 
 import pytest
 import torch
@@ -200,32 +199,6 @@ def test_wrong_shape_says_what_pytorch_says() -> None:
             cls(6)(torch.ones(2, 5))
         texts.append(str(raised.value))
     assert texts[0] == texts[1]
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="TorchScript ends with Python 3.13")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=_config_name)
-def test_torchscript(
-    device: str, configuration: dict[str, object], out_dtype: torch.dtype | None
-) -> None:
-    norm = _filled(fastnorm.LayerNorm(6, **configuration, out_dtype=out_dtype)).to(device)
-    scripted = torch.jit.script(norm)
-    file = io.BytesIO()
-    torch.jit.save(scripted, file)
-    file.seek(0)
-    loaded = torch.jit.load(file)
-    x = random((5, 6), torch.float32, device)
-    expected = norm(x)
-    assert "fastnorm::layer_norm" in str(loaded.inlined_graph)
-    for module in (scripted, loaded, torch.jit.trace(norm, x), torch.jit.freeze(scripted.eval())):
-        assert module(x).equal(expected)
-        assert module(x).dtype == expected.dtype
-    leaf = x.clone().requires_grad_()
-    loaded(leaf).float().square().sum().backward()
-    again = x.clone().requires_grad_()
-    norm(again).float().square().sum().backward()
-    torch.testing.assert_close(leaf.grad, again.grad)
 
 
 def test_a_training_step_is_pytorchs(device: str) -> None:

@@ -28,6 +28,8 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::IValuePacker;
+using torch::dynamo::autograd::PackedArgs;
 using torch::dynamo::autograd::SwapSavedVariables;
 
 // How PyTorch owns its nodes: a shared_ptr up to some version, an intrusive_ptr later.
@@ -118,6 +120,25 @@ class Rows {
   at::Tensor rstd_, xhat_;
 };
 
+// Compiled autograd goes through the nodes before any shape is known, with empty tensors for the
+// gradients. What a node does must not run on these: it is recorded as one call of `compute`, which
+// runs when the graph is traced. `args` are what the node saved, swapped for the graph's values.
+template <class... Args>
+variable_list record_call(const Node& node, torch::dynamo::autograd::functional_apply_t compute,
+                          std::once_flag& bound, const variable_list& gradients,
+                          SwapSavedVariables& saved, const Args&... args) {
+  using Metadata = std::vector<std::optional<torch::autograd::InputMetadata>>;
+  const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
+  std::call_once(bound, [&] {
+    python->bind_function(saved.get_py_compiler(), node.name(), compute,
+                          {IValuePacker<Args>::packed_type()...});
+  });
+  return python->call_function(
+      saved.get_py_compiler(), "apply_functional", node.name(), gradients,
+      {IValuePacker<Args>::pack(args)...},
+      IValuePacker<Metadata>::pack(torch::dynamo::autograd::get_input_metadata(node.next_edges())));
+}
+
 // ---- second derivatives -------------------------------------------------------------------------
 
 // Gradients of <ggx, dx> + <ggw, dw> + <ggb, db> with respect to grad_out, input and weight. An
@@ -174,15 +195,8 @@ struct LayerNormDoubleBackward : public Node {
   // Inputs: gradients of dx, dw, db. Outputs: of grad_out, input, weight.
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!gradients[0].defined() && !gradients[1].defined() && !gradients[2].defined()) {
-      return variable_list(3);
-    }
-    const DoubleBackward result = double_backward(
-        gradients[0], gradients[1], gradients[2], grad_out_.unpack(), input_.unpack(),
-        weight_.unpack(), static_cast<size_t>(normalized_ndim_), eps_,
-        {task_should_compute_output(0), task_should_compute_output(1),
-         task_should_compute_output(2)});
-    return {result.grad_out, result.input, result.weight};
+    return compute(gradients, grad_out_.unpack(), input_.unpack(), weight_.unpack(),
+                   normalized_ndim_, eps_, wanted());
   }
 
   void release_variables() override {
@@ -200,19 +214,53 @@ struct LayerNormDoubleBackward : public Node {
     args.collect(eps_);
   }
 
-  variable_list apply_with_saved(const variable_list& inputs, SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 SwapSavedVariables& saved) override {
     saved.before(grad_out_);
     saved.before(input_);
     saved.before(weight_);
     saved.before(normalized_ndim_);
     saved.before(eps_);
-    variable_list result = apply(variable_list(inputs));
+    static std::once_flag bound;
+    variable_list result =
+        record_call(*this, compute_packed, bound, gradients, saved, grad_out_.unpack(),
+                    input_.unpack(), weight_.unpack(), normalized_ndim_, eps_, wanted());
     saved.after(grad_out_);
     saved.after(input_);
     saved.after(weight_);
     saved.after(normalized_ndim_);
     saved.after(eps_);
     return result;
+  }
+
+ private:
+  std::array<bool, 3> wanted() {
+    return {task_should_compute_output(0), task_should_compute_output(1),
+            task_should_compute_output(2)};
+  }
+
+  static variable_list compute(const variable_list& gradients, const at::Tensor& grad_out,
+                               const at::Tensor& input, const at::Tensor& weight,
+                               int64_t normalized_ndim, double eps, std::array<bool, 3> wanted) {
+    if (!gradients[0].defined() && !gradients[1].defined() && !gradients[2].defined()) {
+      return variable_list(3);
+    }
+    const DoubleBackward result =
+        double_backward(gradients[0], gradients[1], gradients[2], grad_out, input, weight,
+                        static_cast<size_t>(normalized_ndim), eps, wanted);
+    return {result.grad_out, result.input, result.weight};
+  }
+
+  static variable_list compute_packed(const variable_list& gradients,
+                                      const std::vector<c10::IValue>& packed) {
+    PackedArgs args(packed);
+    const auto grad_out = args.unpack<at::Tensor>();
+    const auto input = args.unpack<at::Tensor>();
+    const auto weight = args.unpack<at::Tensor>();
+    const auto normalized_ndim = args.unpack<int64_t>();
+    const auto eps = args.unpack<double>();
+    const auto wanted = args.unpack<std::array<bool, 3>>();
+    return compute(gradients, grad_out, input, weight, normalized_ndim, eps, wanted);
   }
 };
 
@@ -228,16 +276,9 @@ struct LayerNormBackward : public Node {
   // Input: the gradient of output (and, undefined, those of mean and rstd).
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!gradients[0].defined()) return variable_list(3);
     const auto self = owner();
-    const at::Tensor weight = weight_.unpack();
-    const at::Tensor bias = bias_.unpack();
-    auto [dx, dw, db] = layer_norm_backward(
-        gradients[0], input_.unpack(), normalized_shape_, mean_.unpack(self), rstd_.unpack(self),
-        weight, bias, eps_,
-        {task_should_compute_output(0), weight.defined() && task_should_compute_output(1),
-         bias.defined() && task_should_compute_output(2)});
-    return {dx, dw, db};
+    return compute(gradients, input_.unpack(), normalized_shape_, mean_.unpack(self),
+                   rstd_.unpack(self), weight_.unpack(), bias_.unpack(), eps_, wanted());
   }
 
   void release_variables() override {
@@ -259,7 +300,8 @@ struct LayerNormBackward : public Node {
     args.collect(eps_);
   }
 
-  variable_list apply_with_saved(const variable_list& inputs, SwapSavedVariables& saved) override {
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 SwapSavedVariables& saved) override {
     saved.before(input_);
     saved.before(weight_);
     saved.before(bias_);
@@ -267,7 +309,11 @@ struct LayerNormBackward : public Node {
     saved.before(rstd_);
     saved.before(normalized_shape_);
     saved.before(eps_);
-    variable_list result = apply(variable_list(inputs));
+    static std::once_flag bound;
+    const auto self = owner();
+    variable_list result = record_call(
+        *this, compute_packed, bound, gradients, saved, input_.unpack(), normalized_shape_,
+        mean_.unpack(self), rstd_.unpack(self), weight_.unpack(), bias_.unpack(), eps_, wanted());
     saved.after(input_);
     saved.after(weight_);
     saved.after(bias_);
@@ -281,6 +327,37 @@ struct LayerNormBackward : public Node {
  private:
   // The pointer that unpacking an output of this node asks for.
   NodePointer owner() { return getptr(); }
+
+  std::array<bool, 3> wanted() {
+    return {task_should_compute_output(0), task_should_compute_output(1),
+            task_should_compute_output(2)};
+  }
+
+  static variable_list compute(const variable_list& gradients, const at::Tensor& input,
+                               const std::vector<c10::SymInt>& normalized_shape,
+                               const at::Tensor& mean, const at::Tensor& rstd,
+                               const at::Tensor& weight, const at::Tensor& bias, double eps,
+                               std::array<bool, 3> wanted) {
+    if (!gradients[0].defined()) return variable_list(3);
+    auto [dx, dw, db] = layer_norm_backward(
+        gradients[0], input, normalized_shape, mean, rstd, weight, bias, eps,
+        {wanted[0], weight.defined() && wanted[1], bias.defined() && wanted[2]});
+    return {dx, dw, db};
+  }
+
+  static variable_list compute_packed(const variable_list& gradients,
+                                      const std::vector<c10::IValue>& packed) {
+    PackedArgs args(packed);
+    const auto input = args.unpack<at::Tensor>();
+    const auto normalized_shape = args.unpack<std::vector<c10::SymInt>>();
+    const auto mean = args.unpack<at::Tensor>();
+    const auto rstd = args.unpack<at::Tensor>();
+    const auto weight = args.unpack<at::Tensor>();
+    const auto bias = args.unpack<at::Tensor>();
+    const auto eps = args.unpack<double>();
+    const auto wanted = args.unpack<std::array<bool, 3>>();
+    return compute(gradients, input, normalized_shape, mean, rstd, weight, bias, eps, wanted);
+  }
 };
 
 // ---- forward mode -------------------------------------------------------------------------------

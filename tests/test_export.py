@@ -1,0 +1,123 @@
+"""torch.export and AOTInductor: programs saved, loaded and run where the model's code is not."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import fresh_process
+import pytest
+import torch
+from reference import random
+from torch import Tensor, nn
+
+import fastnorm
+
+BATCH = torch.export.Dim("batch", min=2, max=1024)
+
+
+def _model(device: str) -> nn.Module:
+    torch.manual_seed(1)
+    norm = fastnorm.LayerNorm(6, out_dtype=torch.bfloat16)
+    return nn.Sequential(nn.Linear(6, 6), norm).to(device).eval()
+
+
+def _export(module: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(module, (x,), dynamic_shapes=({0: BATCH},))
+
+
+def _targets(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_export_keeps_the_operator(device: str, affine: bool) -> None:
+    norm = fastnorm.LayerNorm(6, elementwise_affine=affine, device=device).eval()
+    program = _export(norm, random((5, 6), torch.float32, device))
+    assert _targets(program) == ["fastnorm.layer_norm.default"]
+    other = random((8, 6), torch.float32, device, seed=1)
+    assert program.module()(other).equal(norm(other))
+
+
+def test_run_decompositions(device: str) -> None:
+    """To the primitive, which is a kernel; results stay bit for bit."""
+    norm = fastnorm.LayerNorm(6, device=device).eval()
+    program = _export(norm, random((5, 6), torch.float32, device)).run_decompositions()
+    assert [t for t in _targets(program) if "fastnorm" in t] == [
+        "fastnorm.layer_norm_forward.default"
+    ]
+    other = random((8, 6), torch.float32, device, seed=1)
+    assert program.module()(other).equal(norm(other))
+
+
+def test_save_and_load(device: str) -> None:
+    model = _model(device)
+    file = io.BytesIO()
+    torch.export.save(_export(model, random((5, 6), torch.float32, device)), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for rows in (5, 8, 100):
+        x = random((rows, 6), torch.float32, device, seed=rows)
+        assert loaded(x).equal(model(x))
+        assert loaded(x).dtype == torch.bfloat16
+
+
+def test_exported_program_trains(device: str) -> None:
+    model = _model(device)
+    module = _export(model, random((5, 6), torch.float32, device)).module()
+    x = random((8, 6), torch.float32, device, seed=1)
+    gradients = [
+        torch.autograd.grad(m(x).float().square().sum(), list(m.parameters()))
+        for m in (module, model)
+    ]
+    for ours, eager in zip(*gradients):
+        torch.testing.assert_close(ours, eager)
+
+
+LOAD_EXPORTED = """
+import sys
+import torch
+import fastnorm
+folder = sys.argv[1]
+module = torch.export.load(f"{folder}/program.pt2").module()
+for x, y in torch.load(f"{folder}/expected.pt"):
+    assert module(x).equal(y)
+print("loaded")
+"""
+
+LOAD_PACKAGE = """
+import sys
+import torch
+import fastnorm
+folder = sys.argv[1]
+module = torch._inductor.aoti_load_package(f"{folder}/package.pt2")
+for x, y in torch.load(f"{folder}/expected.pt"):
+    torch.testing.assert_close(module(x), y)
+print("loaded")
+"""
+
+
+def _save_expected(model: nn.Module, device: str, folder: Path) -> None:
+    batches = [random((rows, 6), torch.float32, device, seed=rows) for rows in (2, 5, 8, 100)]
+    torch.save([(x, model(x).detach()) for x in batches], folder / "expected.pt")
+
+
+def test_load_in_a_fresh_process(device: str, tmp_path: Path) -> None:
+    model = _model(device)
+    program = _export(model, random((5, 6), torch.float32, device))
+    torch.export.save(program, tmp_path / "program.pt2")
+    _save_expected(model, device, tmp_path)
+    assert fresh_process.check(LOAD_EXPORTED, tmp_path) == "loaded\n"
+
+
+def test_aot_inductor_package(device: str, tmp_path: Path) -> None:
+    """Compiled ahead of time with a dynamic batch, loaded by a process that compiles nothing."""
+    model = _model(device)
+    with torch.no_grad():
+        program = _export(model, random((5, 6), torch.float32, device))
+        path = tmp_path / "package.pt2"
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    assert os.path.getsize(path) > 0
+    _save_expected(model, device, tmp_path)
+    assert fresh_process.check(LOAD_PACKAGE, tmp_path) == "loaded\n"
