@@ -6,7 +6,10 @@ compiled against; with others the loader reports an undefined symbol, or worse, 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -62,11 +65,33 @@ def _error(problem: str) -> ImportError:
     return ImportError(f"fastnorm cannot be imported: {problem}\n{_REBUILD}", name="fastnorm")
 
 
+def _is_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True
+
+
+def _check_that_operators_are_free() -> None:
+    """PyTorch ends the process when a second library defines the same operators."""
+    if not torch._C._dispatch_has_kernel("fastnorm::layer_norm"):
+        return
+    spec = importlib.util.find_spec("fastnorm._C")
+    if spec is not None and spec.origin is not None and not _is_loaded(spec.origin):
+        raise ImportError(
+            f"fastnorm cannot be imported from {Path(__file__).parent}: another fastnorm has "
+            "already defined its operators in this process. Import one of the two only.",
+            name="fastnorm",
+        )
+
+
 def load_extension() -> ModuleType:
     """Import fastnorm._C, which registers the operators.
 
     Raises:
-        ImportError: fastnorm was not built, or was built for another torch, CUDA or Python.
+        ImportError: fastnorm was not built, or was built for another torch, CUDA or Python, or
+            this process holds another fastnorm already.
     """
     try:
         build_info = importlib.import_module("fastnorm._build_info")
@@ -77,6 +102,7 @@ def load_extension() -> ModuleType:
     )
     if problem is not None:
         raise _error(problem)
+    _check_that_operators_are_free()
     try:
         return importlib.import_module("fastnorm._C")
     except ModuleNotFoundError:
