@@ -8,6 +8,7 @@ Environment variables:
                           Unset: those that the installed torch was built for.
     MAX_JOBS              parallel compilations. Unset: as many as cores and free memory allow.
     CXX                   the C++ compiler. Unset: c++.
+    FASTNORM_SANITIZE     sanitizers to compile in, such as "address,undefined": see .ci/sanitize.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
 # No -fopenmp: the OpenMP symbols are found in the library that torch itself loaded, so that there
 # is one thread pool.
 LINK_FLAGS = ["-Wl,--strip-all"]
+# With FASTNORM_SANITIZE: lines in the reports, and a compilation that does not take all day.
+SANITIZE_FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
 
 MINIMUM_SETUPTOOLS = 77  # the first to know pyproject.toml's `license` and `license-files`
 MINIMUM_ARCHITECTURE = 75
@@ -323,13 +326,23 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
         system_headers = [
             flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)
         ]
+        sanitize = os.environ.get("FASTNORM_SANITIZE")
+        sanitizers = [f"-fsanitize={sanitize}"] if sanitize else []
         return make(
             "fastnorm._C",
             sources(with_cuda),
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
             define_macros=[("FASTNORM_WITH_CUDA", None)] if with_cuda else [],
-            extra_compile_args={"cxx": CXX_FLAGS + system_headers, "nvcc": NVCC_FLAGS},
-            extra_link_args=LINK_FLAGS,
+            extra_compile_args={
+                "cxx": [
+                    *CXX_FLAGS,
+                    *system_headers,
+                    *sanitizers,
+                    *(SANITIZE_FLAGS if sanitizers else []),
+                ],
+                "nvcc": NVCC_FLAGS,
+            },
+            extra_link_args=sanitizers or LINK_FLAGS,
         )
 
     def write_build_info(self) -> None:
