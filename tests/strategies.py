@@ -18,7 +18,7 @@ from torch import Tensor
 # Widths beside which something changes: vectors, warps, tiles, kernels, on the CPU or a GPU.
 EDGES = (8, 16, 32, 64, 128, 255, 256, 512, 768, 1024, 1536, 2048, 4096, 5120, 6144, 8192)
 WIDE_EDGES = (16_384, 20_480, 32_768, 65_536)
-MOST_ELEMENTS = 1 << 14
+MOST_ELEMENTS = 1 << 13
 MOST_WIDE_ELEMENTS = 1 << 17
 
 
