@@ -63,6 +63,8 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = random.randrange(1 << 30) if arguments.seed is None else arguments.seed
     share = -(-arguments.examples // arguments.processes)
+    command = f"python tests/property_report.py --device {arguments.device}"
+    head = report.head(command, arguments.device)
     begin = time.monotonic()
     failures: list[str] = []
     logs = []
@@ -77,11 +79,10 @@ def main() -> int:
             if log.exists():
                 logs.append(json.loads(log.read_text()))
     merged = merge(logs)
-    command = f"python tests/property_report.py --device {arguments.device}"
     report.write(
         f"properties_{arguments.device}.json",
         {
-            **report.head(command, arguments.device),
+            **head,
             "hypothesis": importlib.metadata.version("hypothesis"),
             "seeds": [seed + i for i in range(arguments.processes)],
             "seconds": round(time.monotonic() - begin),

@@ -240,6 +240,7 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH", file=sys.stderr)
         return 2
+    head = report.head("python tests/sanitize_cuda.py", "cuda")
     end = time.time() + arguments.seconds
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -258,7 +259,7 @@ def main() -> int:
     report.write(
         "sanitizer_cuda.json",
         {
-            **report.head("python tests/sanitize_cuda.py", "cuda"),
+            **head,
             "compute_sanitizer": version.stdout.strip().splitlines()[-2:],
             "planted": planted,
             "kernels": covered,
