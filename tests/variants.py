@@ -90,7 +90,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan["kernel"],
         plan["cluster_size"],
         plan["chunks_per_thread"],
-        threads if threads <= 32 else (threads > 256) + (threads > 384),
+        threads if threads <= 32 else 33 if threads <= 256 else 257 if threads <= 384 else 385,
         plan["segments"] > 1,
         plan["vectorized"],
         plan.get("weight_grads"),
@@ -149,12 +149,12 @@ def _widths(
             for count in _changes(plan, per_chunk, less, low, high):
                 ends |= {(count + more) * per_chunk - less for more in (0, 1)}
         for end in sorted(ends):
-            if end > 0 and end not in found and _fits(plan(end), request):
+            if end > 0 and _fits(plan(end), request):
                 # Threads and clusters of another number are the same code.
                 kernel, cluster_size, chunks, threads, *rest = plan(end)
-                threads = threads if kernel == "short_rows" else threads in (0, 1)
-                code = (kernel, cluster_size > 1, chunks, threads, *rest)
-                found[end] = code not in seen
+                size = threads if kernel == "short_rows" else (threads > 32) + (threads > 384)
+                code = (kernel, cluster_size > 1, chunks, size, *rest)
+                found[end] = found.get(end, False) or code not in seen
                 seen.add(code)
             for cols in (end - 1, end + 1):
                 if cols > 0 and _fits(plan(cols), request):
