@@ -8,7 +8,7 @@ Environment variables:
                           Unset: those that the installed torch was built for.
     MAX_JOBS              parallel compilations. Unset: as many as cores and free memory allow.
     CXX                   the C++ compiler. Unset: c++.
-    FASTNORM_SANITIZE     sanitizers to compile in, such as "address,undefined": see .ci/sanitize.
+    FASTNORM_SANITIZE     sanitizers to compile in, such as "address,undefined"; see .ci/sanitize.
 """
 
 from __future__ import annotations
