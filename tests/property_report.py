@@ -36,6 +36,7 @@ def start(
         **os.environ,
         "FASTNORM_PROPERTIES_LOG": str(log),
         "FASTNORM_EXAMPLES": str(examples),
+        "OMP_NUM_THREADS": "1",  # waking threads would take most of the time
     }
     with output.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
