@@ -15,6 +15,7 @@ Environment variables:
                           Unset: those that the installed torch was built for.
     MAX_JOBS              parallel compilations. Unset: as many as cores and free memory allow.
     CXX                   the C++ compiler. Unset: c++.
+    FASTNORM_SANITIZE     sanitizers to compile in, such as "address,undefined"; see .ci/sanitize.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ NVCC_FLAGS = ["-O3", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
 # No -fopenmp: the OpenMP symbols are found in the library that torch itself loaded, so that there
 # is one thread pool.
 LINK_FLAGS = ["-Wl,--strip-all"]
+# With FASTNORM_SANITIZE: lines in the reports, and a compilation that does not take all day.
+SANITIZE_FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
 
 PYTHON_MODULE = "csrc/python_module.cpp"  # every other source is part of libfastnorm
 
@@ -275,6 +278,11 @@ def library_sources(with_cuda: bool) -> list[str]:
     return [str(path) for path in paths]
 
 
+def sanitize_flags() -> list[str]:
+    sanitize = os.environ.get("FASTNORM_SANITIZE")
+    return [f"-fsanitize={sanitize}", *SANITIZE_FLAGS] if sanitize else []
+
+
 def system_headers() -> list[str]:
     """As system headers, torch's raise none of the warnings that fastnorm's own sources are for."""
     return [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
@@ -353,9 +361,12 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             library_sources(with_cuda),
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
             define_macros=[("FASTNORM_WITH_CUDA", None)] if with_cuda else [],
-            extra_compile_args={"cxx": CXX_FLAGS + system_headers(), "nvcc": NVCC_FLAGS},
+            extra_compile_args={
+                "cxx": [*CXX_FLAGS, *system_headers(), *sanitize_flags()],
+                "nvcc": NVCC_FLAGS,
+            },
             extra_link_args=[
-                *LINK_FLAGS,
+                *(sanitize_flags() or LINK_FLAGS),
                 "-Wl,-soname,libfastnorm.so",
                 *(f"-Wl,-rpath,{path}" for path in self.library_search_path()),
             ],
@@ -369,10 +380,10 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             [PYTHON_MODULE],
             language="c++",
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
-            extra_compile_args={"cxx": CXX_FLAGS + system_headers()},
+            extra_compile_args={"cxx": [*CXX_FLAGS, *system_headers(), *sanitize_flags()]},
             library_dirs=[str(Path(self.build_lib, "fastnorm", "lib"))],
             libraries=["fastnorm"],
-            extra_link_args=[*LINK_FLAGS, "-Wl,-rpath,$ORIGIN/lib"],
+            extra_link_args=[*(sanitize_flags() or LINK_FLAGS), "-Wl,-rpath,$ORIGIN/lib"],
         )
 
     def library_search_path(self) -> list[str]:

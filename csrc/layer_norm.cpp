@@ -169,9 +169,7 @@ TORCH_LIBRARY_IMPL(fastnorm, CompositeImplicitAutograd, m) {
 
 // vmap takes the composite operator apart, too, instead of calling it sample by sample. Not by the
 // alias key FuncTorchBatchedDecomposition, which torch 2.7 heeds for its own operators alone.
-TORCH_LIBRARY_IMPL(fastnorm, FuncTorchBatched, m) {
-  m.impl("layer_norm", layer_norm_composite);
-}
+TORCH_LIBRARY_IMPL(fastnorm, FuncTorchBatched, m) { m.impl("layer_norm", layer_norm_composite); }
 
 }  // namespace fastnorm::ops
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import fastnorm
 import fastnorm._C
@@ -15,6 +17,19 @@ import fastnorm._C
 sys.path.insert(0, str(Path(__file__).parent))
 
 GIB = 1 << 30
+
+# Of test_properties.py; --hypothesis-profile=long picks the other. FASTNORM_EXAMPLES: how many,
+# where several processes share the long one.
+settings.register_profile("quick", max_examples=250, derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "long",
+    max_examples=int(os.environ.get("FASTNORM_EXAMPLES", "20000")),
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
+settings.load_profile("quick")
 
 
 def why_no_cuda() -> str | None:
@@ -29,6 +44,7 @@ def why_no_cuda() -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: runs on a CUDA device")
     config.addinivalue_line("markers", "large: needs a GPU with more than 100 GB of memory")
+    config.addinivalue_line("markers", "slow: a minute and more; runs with -m slow alone")
     config.addinivalue_line(
         "markers", "sanitizer: small and quick CUDA shapes, for compute-sanitizer (-m sanitizer)"
     )
@@ -41,7 +57,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "slow" not in config.option.markexpr:
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("slow")]
+        )
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     reason = why_no_cuda()
     memory = 0 if reason else torch.cuda.get_device_properties(0).total_memory
     for item in items:

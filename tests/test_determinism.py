@@ -170,3 +170,68 @@ def test_no_memory_is_read_before_it_is_written(
         torch.use_deterministic_algorithms(before)
     for what, ours, plain in zip(("y", "mean", "rstd", "dx", "dw", "db"), results, expected):
         _assert_same_bits(ours, plain, what)
+
+
+# --- under load, in large batches -----------------------------------------------------------------
+
+
+class _Load:
+    """Keeps the GPU busy on a stream of its own: with blocks of every size, in and out of step."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.matrix = torch.randn(2048, 2048, device="cuda")
+        self.numbers = torch.randn(1 << 24, device="cuda")
+
+    def enqueue(self, times: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(times):
+                self.matrix.matmul(self.matrix)
+                self.numbers.sin()
+                self.matrix.softmax(1)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [(1, 300_000), (3, 70_000), (20_000, 24), (5003, 768), (777, 1027), (4099, 4096), (64, 8200)],
+)
+def test_runs_are_equal_under_load(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Twenty runs, on streams of their own, beside other work and beside one another."""
+    arguments = _arguments(rows, cols, dtype, "cuda")
+    expected = _forward_and_backward(*arguments)
+    load = _Load()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    load.enqueue(10)
+    results = []
+    for run in range(20):
+        with torch.cuda.stream(streams[run % len(streams)]):
+            results.append(_forward_and_backward(*arguments))
+        load.enqueue(2)
+    torch.cuda.synchronize()
+    for run, tensors in enumerate(results):
+        for what, ours, first in zip(("y", "mean", "rstd", "dx", "dw", "db"), tensors, expected):
+            _assert_same_bits(ours, first, f"{what} in run {run}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [7, 24, 257, 768, 1024])
+def test_a_row_of_a_large_batch(device: str, cols: int, dtype: torch.dtype) -> None:
+    """The same row alone and anywhere among up to 100,000 others, at different alignments."""
+    sizes = (1, 255, 256, 257, 4096, *((100_000,) if device == "cuda" or cols < 100 else ()))
+    row, grad_row, weight, bias = _arguments(1, cols, dtype, device)
+    alone = _forward_and_backward(row, grad_row, weight, bias)
+    for rows in sizes:
+        x, grad_out, _, _ = _arguments(rows, cols, dtype, device)
+        at = [0, rows // 2, rows - 1]
+        x[at], grad_out[at] = row, grad_row
+        for offset, stride in ((0, 0), (1, 0), (0, 3), (8, 8)):
+            moved = [_at_offset(t, offset, stride) for t in (x, grad_out)]
+            results = _forward_and_backward(*moved, weight, bias)
+            for what, ours, expected in zip(("y", "mean", "rstd", "dx"), results, alone):
+                for i in at:
+                    _assert_same_bits(
+                        ours[i], expected[0], f"{what} of row {i} of {rows} at {offset}, +{stride}"
+                    )

@@ -76,12 +76,35 @@ def test_extreme_magnitudes(device: str, cols: int, dtype: torch.dtype, magnitud
 
 @pytest.mark.parametrize("cols", [64, 1000, 70_000])
 def test_a_variance_beyond_float32_leaves_no_nan(device: str, cols: int) -> None:
+    """The CPU kernels sum such a row's squares in float64; those of CUDA return the bias."""
     x = random((9, cols), torch.float32, device, scale=1e30)
     bias = random((cols,), torch.float32, device, seed=1)
     output, mean, rstd = ops.layer_norm_forward(x, [cols], None, bias, 1e-5, None)
     assert mean.isfinite().all()
-    assert (rstd == 0).all()
-    assert output.equal(bias.expand_as(x))
+    if device == "cuda":
+        assert (rstd == 0).all()
+        assert output.equal(bias.expand_as(x))
+    else:
+        expected = forward_reference(x, [cols], None, bias, 1e-5)
+        torch.testing.assert_close(output.double(), expected[0].value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rstd.double(), expected[2].value, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("cols", [3, 9, 40, 255, 1000])
+def test_first_columns_that_mislead(cols: int) -> None:
+    """An outlier there, and a step after them: the CPU kernels' first guess at the mean is off."""
+    x = random((37, cols), torch.float32, "cpu")
+    for first in (1, 16):
+        odd = x.clone()
+        odd[:, :first] += 1000.0
+        check_forward(odd, [cols])
+
+
+def test_squares_near_the_end_of_float32() -> None:
+    """Their sum about the mean is finite, that about another number need not be."""
+    for cols in (9, 100, 255):
+        x = random((300, cols), torch.float32, "cpu", scale=(2e38 / cols) ** 0.5)
+        check_forward(x, [cols], out_of_range=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

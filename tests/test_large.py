@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from reference import check_backward, check_forward, ops
+from reference import check_backward, check_forward, name_of, ops
+from torch import Tensor
 
 pytestmark = [pytest.mark.cuda, pytest.mark.large]
 
@@ -22,59 +23,87 @@ def _release_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_beyond_2_to_the_32_elements() -> None:
+def _assert_sums(ours: Tensor, expected: Tensor, squares: Tensor, chain: int) -> None:
+    """`squares`: the sum of the terms' squares. Half a unit of the result's last place, and four
+    times the float32 rounding of a random walk in chains of at most `chain` terms."""
+    unit = torch.finfo(torch.float32).eps
+    limit = expected.abs() * (torch.finfo(ours.dtype).eps / 2)
+    limit += 4 * 0.15 * chain**0.5 * unit * squares.sqrt() + unit
+    assert ((ours.double() - expected).abs() <= limit).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"),
+    [
+        (ROWS, COLS, torch.bfloat16),
+        (4_194_305, 512, torch.float16),  # 2^31 and 512 more
+        (2_796_203, 769, torch.bfloat16),  # 2^31 and more, rows not aligned
+        (1_048_577, 2048, torch.float32),  # 2^31 and 2048 more
+        (10_000_019, 128, torch.bfloat16),
+        (10_000_019, 24, torch.float32),
+        (430, 5_000_000, torch.bfloat16),  # 2^31 and more in rows that are cut
+        (33, 5_000_000, torch.float32),
+    ],
+    ids=name_of,
+)
+def test_many_elements(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Forward and backward: first, middle and last rows and those at 32-bit borders by the rule of
+    reference.py, all others' statistics and values, and dw and db against float64."""
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def numbers(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
     x, grad_out, weight, bias = (
-        numbers(ROWS, COLS),
-        numbers(ROWS, COLS),
-        numbers(COLS),
-        numbers(COLS),
+        numbers(rows, cols),
+        numbers(rows, cols),
+        numbers(cols),
+        numbers(cols),
     )
-    y, mean, rstd = ops.layer_norm_forward(x, [COLS], weight, bias, 1e-5, None)
+    y, mean, rstd = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
     dx, dw, db = ops.layer_norm_backward(
-        grad_out, x, [COLS], mean, rstd, weight, bias, 1e-5, [True, True, True]
+        grad_out, x, [cols], mean, rstd, weight, bias, 1e-5, [True, True, True]
     )
     assert y.shape == dx.shape == x.shape
 
     # Rows do not depend on their batch: the same rows by themselves, checked against float64.
-    borders = (0, 1 << 22, 1 << 23, ROWS - 64)
-    for start in (*borders, *(border - 32 for border in borders[1:3])):
-        part = slice(start, start + 64)
-        outputs = check_forward(x[part], [COLS], weight, bias)
+    few = max(1, min(64, (1 << 24) // cols))
+    borders = (0, rows // 2, (1 << 31) // cols, (1 << 32) // cols, (1 << 32) // cols // x.itemsize)
+    starts = {max(0, min(border - few // 2, rows - few)) for border in borders} | {rows - few}
+    for start in sorted(starts):
+        part = slice(start, start + few)
+        outputs = check_forward(x[part], [cols], weight, bias)
         assert y[part].equal(outputs[0])
         assert mean[part].equal(outputs[1])
         assert rstd[part].equal(outputs[2])
-        assert dx[part].equal(check_backward(grad_out[part], x[part], [COLS], weight, bias)[0])
+        assert dx[part].equal(check_backward(grad_out[part], x[part], [cols], weight, bias)[0])
 
-    # Every row's mean and rstd, and the column sums, in float64.
-    expected_dw = torch.zeros(COLS, dtype=torch.float64, device="cuda")
+    # Every row's mean, rstd and y, and the column sums, in float64.
+    expected_dw = torch.zeros(cols, dtype=torch.float64, device="cuda")
     expected_db, squares_dw, squares_db = (torch.zeros_like(expected_dw) for _ in range(3))
-    for start in range(0, ROWS, CHUNK):
-        part = slice(start, start + CHUNK)
-        rows, dy = x[part].double(), grad_out[part].double()
-        row_mean = rows.mean(1, keepdim=True)
-        centered = rows.sub_(row_mean)
+    rounding = torch.finfo(dtype).eps
+    chunk = max(1, CHUNK * COLS // cols)
+    for start in range(0, rows, chunk):
+        part = slice(start, start + chunk)
+        centered, dy = x[part].double(), grad_out[part].double()
+        row_mean = centered.mean(1, keepdim=True)
+        centered.sub_(row_mean)
         row_rstd = centered.square().mean(1, keepdim=True).add_(1e-5).rsqrt_()
         torch.testing.assert_close(mean[part].double(), row_mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(rstd[part].double(), row_rstd, rtol=1e-6, atol=0)
         xhat = centered.mul_(row_rstd)
         expected_y = (xhat * weight + bias).float()
         difference = (y[part].float() - expected_y).abs_()
-        assert (difference <= expected_y.abs_().mul_(2**-8).add_(1e-5)).all()
+        assert (difference <= expected_y.abs_().mul_(rounding).add_(1e-5)).all()
         expected_db += dy.sum(0)
         squares_db += dy.square().sum(0)
         terms = dy.mul_(xhat)
         expected_dw += terms.sum(0)
         squares_dw += terms.square().sum(0)
-    for ours, expected, squares in ((dw, expected_dw, squares_dw), (db, expected_db, squares_db)):
-        # Half a unit of bfloat16's last place for the result, and the float32 rounding of a random
-        # walk of 8 million terms in chains of at most 64 thousand: 4 times 0.15 * sqrt(64 K) units.
-        limit = expected.abs() * 2**-8 + 160 * torch.finfo(torch.float32).eps * squares.sqrt()
-        assert ((ours.double() - expected).abs() <= limit).all()
+    # Chains of about as many terms as a block has rows.
+    chain = max(64, rows // 100)
+    _assert_sums(dw, expected_dw, squares_dw, chain)
+    _assert_sums(db, expected_db, squares_db, chain)
 
 
 def test_one_row_beyond_2_to_the_31_elements() -> None:

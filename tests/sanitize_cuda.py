@@ -1,0 +1,289 @@
+"""Every variant of the CUDA kernels under compute-sanitizer; see variants.py.
+
+    python tests/sanitize_cuda.py --processes 16 --seconds 360
+
+First each tool must find an error planted for it, and the calls run once without a tool, under the
+profiler, to see that they reach every kernel that the library holds. Then all calls run under
+memcheck, racecheck, initcheck and synccheck, spread over processes, with the caching allocator off.
+The summary is kept in tests/reports/. Exit code 0 if every call ran under every tool without one
+report and every kernel was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+import variants
+
+from fastnorm import _C
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
+
+# --- what runs under a tool -----------------------------------------------------------------------
+
+PLANTED = {
+    "memcheck": ("out[64 + threadIdx.x] = 1;", "a write past the end"),
+    "racecheck": (
+        "__shared__ float s[32]; s[threadIdx.x] = threadIdx.x; "
+        "if (threadIdx.x < 32) out[threadIdx.x] = s[(threadIdx.x + 1) % 32] + s[0]; "
+        "s[(threadIdx.x + 7) % 32] = 2;",
+        "shared memory written and read by different threads",
+    ),
+    "initcheck": ("out[threadIdx.x] = in[threadIdx.x];", "a read of memory never written"),
+    "synccheck": ("__syncwarp(1u); out[threadIdx.x] = 1;", "a barrier of lanes that are not in it"),
+}
+
+
+def run_planted(tool: str) -> None:
+    body, _ = PLANTED[tool]
+    source = f'extern "C" __global__ void planted(float* out, const float* in) {{ {body} }}'
+    kernel = torch.cuda._compile_kernel(source, "planted")
+    out, uninitialized = torch.empty(64, device="cuda"), torch.empty(64, device="cuda")
+    kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[out, uninitialized])
+    torch.cuda.synchronize()
+
+
+def shares(processes: int) -> list[list[variants.Call]]:
+    """The calls, those of the same kernels together, in shares of about the same cost."""
+    calls = sorted(
+        variants.calls(variants.Device.current()),
+        key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
+    )
+    total = sum(call.cost for call in calls)
+    result: list[list[variants.Call]] = [[] for _ in range(processes)]
+    so_far = 0.0
+    for call in calls:
+        result[min(processes - 1, int(so_far / total * processes))].append(call)
+        so_far += call.cost
+    return result
+
+
+def run_share(index: int, processes: int, deadline: float, output: Path) -> None:
+    calls = shares(processes)[index]
+    ran, wrong = 0, []
+    for call in calls:
+        if time.time() > deadline:
+            break
+        results = variants.run(call)
+        if not all(t.isfinite().all() for t in results):
+            wrong.append(str(call))
+        ran += 1
+    torch.cuda.synchronize()
+    output.write_text(json.dumps({"calls": len(calls), "ran": ran, "not_finite": wrong}))
+
+
+# --- which kernels there are, and which were seen -------------------------------------------------
+
+
+def plain_name(name: str) -> str:
+    """A kernel's name with its template arguments, as demangled by whatever tool."""
+    name = re.sub(r"\((?:int|bool|fastnorm::cuda::\w+|unsigned char)\)", "", name)
+    name = name.removeprefix("void ").split("(fastnorm")[0]
+    for word in ("fastnorm::cuda::", "(anonymous namespace)::", "RingSpan ", " "):
+        name = name.replace(word, "")
+    return name.replace("true", "1").replace("false", "0")
+
+
+def compiled_kernels() -> set[str] | None:
+    """Of the library, by cuobjdump; None where there is none."""
+    if shutil.which("cuobjdump") is None:
+        return None
+    listing = subprocess.run(
+        ["cuobjdump", "-res-usage", _C.__file__], capture_output=True, text=True, check=False
+    )
+    mangled = sorted(set(re.findall(r"Function (\w+):", listing.stdout + listing.stderr)))
+    if not mangled:
+        return None
+    names = subprocess.run(
+        ["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True
+    )
+    return {plain_name(line) for line in names.stdout.splitlines()}
+
+
+def seen_kernels(output: Path) -> None:
+    """Runs all calls under the profiler and writes the names of the kernels of this library."""
+    seen: set[str] = set()
+    (calls,) = shares(1)
+    for begin in range(0, len(calls), 500):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for call in calls[begin : begin + 500]:
+                variants.run(call)
+            torch.cuda.synchronize()
+        seen |= {event.name for event in profile.events() if "fastnorm" in event.name}
+    output.write_text(json.dumps(sorted(plain_name(name) for name in seen)))
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    process: subprocess.Popen[bytes]
+    log: Path
+    output: Path
+
+
+def start(tool: str | None, words: list[str], folder: Path, name: str) -> Job:
+    log, output = folder / f"{name}.log", folder / f"{name}.json"
+    command = [sys.executable, __file__, *words, "--output", str(output)]
+    if tool is not None:
+        command = [
+            "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
+            *command,
+        ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if tool is not None:
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    return Job(process, log, output)
+
+
+def wait(job: Job, until: float) -> int:
+    try:
+        return job.process.wait(max(1.0, until - time.time()))
+    except subprocess.TimeoutExpired:
+        job.process.kill()
+        return job.process.wait()
+
+
+def reports_in(log: str) -> int | None:
+    """How many the tool counted; None where it did not get so far as to count."""
+    counts = [int(one or other) for one, other in SUMMARY.findall(log)]
+    return sum(counts) if counts else None
+
+
+def check_planted(folder: Path, until: float) -> dict[str, Any]:
+    jobs = {tool: start(tool, ["--planted", tool], folder, f"planted_{tool}") for tool in TOOLS}
+    results = {}
+    for tool, job in jobs.items():
+        wait(job, until)
+        log = job.log.read_text(errors="replace")
+        found = reports_in(log)
+        results[tool] = {"planted": PLANTED[tool][1], "found": bool(found)}
+        if not found:
+            print(f"{tool} did not find {PLANTED[tool][1]}:\n{log[-3000:]}")
+    return results
+
+
+def check_tool(tool: str, processes: int, folder: Path, until: float) -> dict[str, Any]:
+    begin = time.time()
+    words = ["--processes", str(processes), "--deadline", str(until - 10)]
+    jobs = [
+        start(tool, ["--share", str(i), *words], folder, f"{tool}_{i}") for i in range(processes)
+    ]
+    result: dict[str, Any] = {
+        "calls": 0, "ran": 0, "reports": 0, "failed_processes": 0, "not_finite": [],
+    }  # fmt: skip
+    for job in jobs:
+        code = wait(job, until)
+        log = job.log.read_text(errors="replace")
+        found = reports_in(log)
+        result["reports"] += found or 0
+        if code != 0 or found is None or not job.output.exists():
+            result["failed_processes"] += 1
+            print(f"---- {job.log.name}, exit code {code}\n{log[:6000]}")
+        if job.output.exists():
+            share = json.loads(job.output.read_text())
+            for name in ("calls", "ran", "not_finite"):
+                result[name] += share[name]
+    result["seconds"] = round(time.time() - begin)
+    return result
+
+
+def coverage(job: Job, until: float) -> dict[str, Any]:
+    compiled = compiled_kernels()
+    wait(job, until)
+    if not job.output.exists():
+        print(job.log.read_text(errors="replace")[-3000:])
+        return {"compiled": len(compiled or ()), "seen": None, "missing": None}
+    seen = set(json.loads(job.output.read_text()))
+    missing = None if compiled is None or not seen else sorted(compiled - seen)
+    return {"compiled": len(compiled or ()), "seen": len(seen), "missing": missing}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--seconds", type=float, default=360, help="for everything")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--planted", choices=TOOLS, help=argparse.SUPPRESS)
+    parser.add_argument("--seen", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.planted:
+        run_planted(arguments.planted)
+        return 0
+    if arguments.seen:
+        seen_kernels(arguments.output)
+        return 0
+    if arguments.share is not None:
+        run_share(arguments.share, arguments.processes, arguments.deadline, arguments.output)
+        return 0
+
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not on the PATH", file=sys.stderr)
+        return 2
+    head = report.head("python tests/sanitize_cuda.py", "cuda")
+    end = time.time() + arguments.seconds
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        watching = start(None, ["--seen"], folder, "seen")
+        planted = check_planted(folder, time.time() + arguments.seconds / 5)
+        for i, tool in enumerate(arguments.tools):
+            # An equal share of the time that is left; racecheck takes several times the others'.
+            weights = [3 if other == "racecheck" else 1 for other in arguments.tools[i:]]
+            until = time.time() + (end - time.time()) * weights[0] / sum(weights)
+            results[tool] = check_tool(tool, arguments.processes, folder, until)
+        covered = coverage(watching, end + 20)
+    version = subprocess.run(
+        ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
+    )
+    report.write(
+        "sanitizer_cuda.json",
+        {
+            **head,
+            "compute_sanitizer": version.stdout.strip().splitlines()[-2:],
+            "planted": planted,
+            "kernels": covered,
+            "tools": results,
+        },
+    )
+    passed = all(p["found"] for p in planted.values()) and covered["missing"] == []
+    print(f"\n{'tool':12} {'calls':>7} {'ran':>7} {'reports':>8} {'failed':>7} {'seconds':>8}")
+    for tool, result in results.items():
+        print(
+            f"{tool:12} {result['calls']:7} {result['ran']:7} {result['reports']:8} "
+            f"{result['failed_processes']:7} {result['seconds']:8}"
+        )
+        passed &= result["calls"] == result["ran"] > 0 and not result["not_finite"]
+        passed &= result["reports"] == result["failed_processes"] == 0
+    missing = covered["missing"]
+    print(
+        f"planted errors found: {sum(p['found'] for p in planted.values())} of {len(planted)}; "
+        f"kernels seen: {covered['seen']} of {covered['compiled']}"
+        + (f", not: {', '.join(missing[:5])} ..." if missing else "")
+    )
+    print("passed" if passed else "NOT passed")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

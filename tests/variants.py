@@ -1,0 +1,242 @@
+"""Every variant of the CUDA kernels as a list of small calls that reach it through the plan.
+
+The plan is asked, width by width, where it changes its mind; the calls lie on both sides of each
+change, one column less and one more, with aligned rows and with rows that are not. The list needs
+no GPU; running it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from reference import DTYPES, SMALL_DTYPES, name_of, ops, random
+from torch import Tensor
+
+from fastnorm import _C
+
+Request = tuple[tuple[str, Any], ...]
+
+FORWARD_REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"kernel": "short_rows"},
+    {"kernel": "rows"},
+    *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
+    {"kernel": "split"},
+]
+BACKWARD_REQUESTS: list[dict[str, Any]] = [
+    {"weight_grads": weight_grads, **request}
+    for weight_grads in ("fused", "columns")
+    for request in (
+        {"kernel": "ring"},
+        *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
+        {"kernel": "rows"},
+        *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
+        {"kernel": "split"},
+    )
+    if (weight_grads, request["kernel"]) != ("fused", "split")
+]
+MOST_CHUNKS = 36_000  # of 16 bytes: beyond what a cluster of any kernel holds
+
+
+@dataclass(frozen=True)
+class Device:
+    sm_count: int
+    compute_capability: int
+
+    @staticmethod
+    def current() -> Device:
+        properties = torch.cuda.get_device_properties()
+        return Device(properties.multi_processor_count, properties.major * 10 + properties.minor)
+
+
+H200 = Device(132, 90)
+
+
+@dataclass(frozen=True)
+class Call:
+    direction: str
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    other: torch.dtype  # of y or dy
+    parameters: torch.dtype | None  # of weight and bias
+    aligned: bool
+    request: Request
+    mask: tuple[bool, bool, bool] = (True, True, True)
+
+    @property
+    def cost(self) -> float:
+        return 1.0 + self.rows * self.cols / 50_000
+
+    def __str__(self) -> str:
+        request = " ".join(f"{key}={value}" for key, value in self.request)
+        return (
+            f"{self.direction} {self.rows} x {self.cols} {name_of(self.dtype)}, "
+            f"{'y' if self.direction == 'forward' else 'dy'} {name_of(self.other)}, parameters "
+            f"{name_of(self.parameters)}, {'aligned' if self.aligned else 'unaligned'} [{request}]"
+        )
+
+
+def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one instantiation, or one way through it, from another."""
+    plan = _C.plan(direction, rows, cols, **call)
+    threads = plan["threads_per_row"]
+    return (
+        plan["kernel"],
+        plan["cluster_size"],
+        plan["chunks_per_thread"],
+        threads if threads <= 32 else 33 if threads <= 256 else 257 if threads <= 384 else 385,
+        plan["segments"] > 1,
+        plan["vectorized"],
+        plan.get("weight_grads"),
+        plan.get("shared_bytes", 0) > 44 * 1024,
+    )
+
+
+def _fits(plan: tuple[Any, ...], request: dict[str, Any]) -> bool:
+    return all(
+        request.get(name, plan[index]) == plan[index]
+        for name, index in (("kernel", 0), ("cluster_size", 1), ("weight_grads", 6))
+    )
+
+
+def _changes(
+    plan: Callable[[int], tuple[Any, ...]], per_chunk: int, less: int, begin: int, end: int
+) -> Iterator[int]:
+    """Between two counts of chunks, the last before the plan changes, at most once."""
+    first = plan(begin * per_chunk - less)
+    if plan(end * per_chunk - less) == first:
+        return
+    while end - begin > 1:
+        middle = (begin + end) // 2
+        if plan(middle * per_chunk - less) == first:
+            begin = middle
+        else:
+            end = middle
+    yield begin
+
+
+@cache
+def _widths(
+    direction: str, bytes_of_x: int, one_dtype: bool, items: Request, device: Device
+) -> tuple[tuple[int, bool], ...]:
+    """Widths beside each change of the plan; with True, the first of an instantiation."""
+    request = dict(items)
+    per_chunk = 16 // bytes_of_x
+    call: dict[str, Any] = {
+        "dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[bytes_of_x],
+        "sm_count": device.sm_count,
+        "compute_capability": device.compute_capability,
+        **request,
+    }
+    if direction == "backward":
+        call["one_dtype"] = one_dtype
+
+    def plan(cols: int) -> tuple[Any, ...]:
+        return _plan(direction, 5, cols, call)
+
+    found: dict[int, bool] = {}
+    seen: set[tuple[Any, ...]] = set()
+    counts = [*range(1, 140), *range(160, 1024, 32), *range(1024, MOST_CHUNKS, 128)]
+    for less in (0, 1):  # whole chunks; a row that ends within one
+        ends = {count * per_chunk - less for count in (1, 2, MOST_CHUNKS)}
+        for low, high in itertools.pairwise(counts):
+            for count in _changes(plan, per_chunk, less, low, high):
+                ends |= {(count + more) * per_chunk - less for more in (0, 1)}
+        for end in sorted(ends):
+            if end > 0 and _fits(plan(end), request):
+                # Threads and clusters of another number are the same code.
+                kernel, cluster_size, chunks, threads, *rest = plan(end)
+                size = threads if kernel == "short_rows" else (threads > 32) + (threads > 384)
+                code = (kernel, cluster_size > 1, chunks, size, *rest)
+                found[end] = found.get(end, False) or code not in seen
+                seen.add(code)
+            for cols in (end - 1, end + 1):
+                if cols > 0 and _fits(plan(cols), request):
+                    found.setdefault(cols, False)
+    return tuple(sorted(found.items()))
+
+
+def _rows(cols: int) -> int:
+    """No multiple of anything; few of wide rows."""
+    return 37 if cols <= 600 else 11 if cols <= 4200 else 3 if cols <= 100_000 else 2
+
+
+def calls(device: Device) -> Iterator[Call]:
+    for dtype in DTYPES:
+        others = SMALL_DTYPES if dtype != torch.float64 else [dtype]
+        parameter_dtypes = {dtype, torch.float32 if dtype != torch.float64 else dtype}
+        for other, parameters in itertools.product(others, sorted(parameter_dtypes, key=str)):
+            # float16 is the code of bfloat16 with another conversion: once through each is enough.
+            plain = other == parameters == dtype != torch.float16
+            for direction, requests in (
+                ("forward", FORWARD_REQUESTS),
+                ("backward", BACKWARD_REQUESTS),
+            ):
+                for request in requests:
+                    if not plain and (not request or request.get("cluster_size", 2) > 2):
+                        continue  # the same code as others
+                    items = tuple(request.items())
+                    size = dtype.itemsize
+                    for cols, first in _widths(direction, size, other == dtype, items, device):
+                        if not (plain or first):
+                            continue
+                        whole = cols * size % 16 == 0
+                        for aligned in (True, False) if whole or plain else (False,):
+                            yield Call(
+                                direction, _rows(cols), cols, dtype, other, parameters, aligned,
+                                items,
+                            )  # fmt: skip
+        # Without parameters, with some of the gradients, and with rows for every persistent block.
+        for aligned in (True, False):
+            for cols in (40, 1000, 2056):
+                yield Call("forward", 5, cols, dtype, dtype, None, aligned, ())
+                for mask in itertools.product((True, False), repeat=3):
+                    if any(mask):
+                        yield Call("backward", 5, cols, dtype, dtype, dtype, aligned, (), mask)
+                yield Call("backward", 5, cols, dtype, dtype, None, aligned, ())
+            for rows, cols in ((2111, 40), (1031, 264), (613, 1000)):
+                for request in BACKWARD_REQUESTS:
+                    if "cluster_size" not in request:
+                        items = tuple(request.items())
+                        yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
+
+
+def _on_device(t: Tensor, aligned: bool) -> Tensor:
+    """By copies alone. Not aligned: one element into rows that are three wider."""
+    if aligned:
+        return t.cuda()
+    rows, cols = t.shape
+    wide = t.new_full((rows, cols + 3), float("nan"))
+    wide[:, 1 : cols + 1] = t
+    return wide.cuda()[:, 1 : cols + 1]
+
+
+def run(call: Call) -> list[Tensor]:
+    """The results, on the CPU. Statistics of a backward are made up: it need not be right here."""
+    shape = (call.rows, call.cols)
+    x = _on_device(random(shape, call.dtype, "cpu"), call.aligned)
+    weight = bias = None
+    if call.parameters is not None:
+        weight, bias = (random(shape[1:], call.parameters, "cpu", seed=s).cuda() for s in (1, 2))
+    _C.force_plan(**dict(call.request))
+    try:
+        if call.direction == "forward":
+            out_dtype = None if call.other == call.dtype else call.other
+            results = ops.layer_norm_forward(x, shape[1:], weight, bias, 1e-5, out_dtype)
+        else:
+            arithmetic = torch.float64 if call.dtype == torch.float64 else torch.float32
+            statistics = torch.ones(call.rows, 1, dtype=arithmetic)
+            grad_out = _on_device(random(shape, call.other, "cpu", seed=3), call.aligned)
+            results = ops.layer_norm_backward(
+                grad_out, x, shape[1:], (0 * statistics).cuda(), statistics.cuda(), weight, bias,
+                1e-5, call.mask,
+            )  # fmt: skip
+    finally:
+        _C.force_plan()
+    return [t.cpu() for t in results if t is not None]
