@@ -57,7 +57,8 @@ LINK_FLAGS = ["-Wl,--strip-all"]
 # With FASTNORM_SANITIZE: lines in the reports, and a compilation that does not take all day.
 SANITIZE_FLAGS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
 
-PYTHON_MODULE = "csrc/python_module.cpp"  # every other source is part of libfastnorm
+# Of fastnorm._C; every other source is part of libfastnorm.
+PYTHON_SOURCES = ["csrc/python_layer_norm.cpp", "csrc/python_module.cpp"]
 
 MINIMUM_SETUPTOOLS = 77  # the first to know pyproject.toml's `license` and `license-files`
 MINIMUM_ARCHITECTURE = 75
@@ -270,7 +271,7 @@ def version() -> str:
 def library_sources(with_cuda: bool) -> list[str]:
     suffixes = {".cpp", ".cu"} if with_cuda else {".cpp"}
     paths = sorted(path for path in Path("csrc").rglob("*") if path.suffix in suffixes)
-    paths.remove(Path(PYTHON_MODULE))
+    paths = [path for path in paths if str(path) not in PYTHON_SOURCES]
     stems = [path.with_suffix("") for path in paths]
     for stem in stems:
         if stems.count(stem) > 1:  # the object files would overwrite each other
@@ -377,12 +378,15 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
     def configured_module(self) -> setuptools.Extension:
         return setuptools.Extension(
             "fastnorm._C",
-            [PYTHON_MODULE],
+            PYTHON_SOURCES,
             language="c++",
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
             extra_compile_args={"cxx": [*CXX_FLAGS, *system_headers(), *sanitize_flags()]},
-            library_dirs=[str(Path(self.build_lib, "fastnorm", "lib"))],
-            libraries=["fastnorm"],
+            library_dirs=[
+                str(Path(self.build_lib, "fastnorm", "lib")),
+                *cpp_extension.library_paths(),
+            ],
+            libraries=["fastnorm", "torch_python", "torch_cpu", "c10"],
             extra_link_args=[*(sanitize_flags() or LINK_FLAGS), "-Wl,-rpath,$ORIGIN/lib"],
         )
 

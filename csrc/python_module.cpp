@@ -1,6 +1,6 @@
-// The Python module fastnorm._C: what was built, and the CUDA plan for inspection and tests. The
-// operators need no Python: they are in libfastnorm, which this module is linked to and which
-// registers them when it is loaded.
+// The Python module fastnorm._C: a quick way to the operator, what was built, and the CUDA plan for
+// inspection and tests. The operators need no Python: they are in libfastnorm, which this module is
+// linked to and which registers them when it is loaded.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,6 +11,7 @@
 
 #include "cuda/plan.h"
 #include "inspection.h"
+#include "python_layer_norm.h"
 
 namespace py = pybind11;
 
@@ -131,7 +132,13 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
 }  // namespace fastnorm
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "fastnorm's compiled operators: build information and the CUDA plan";
+  m.doc() = "fastnorm's compiled operators: a quick call, build information and the CUDA plan";
+  static PyMethodDef functions[] = {
+      {"layer_norm",
+       reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fastnorm::python_layer_norm)),
+       METH_FASTCALL, "The operator for plain arguments; None where torch.ops has to be called."},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
   m.def("build_info", &fastnorm::build_info, "What this library was built from and for.");
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,

@@ -1,11 +1,23 @@
 # Types of the compiled module, csrc/python_module.cpp.
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 Direction = Literal["forward", "backward"]
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
 KernelName = Literal["short_rows", "rows", "cluster", "few_rows", "ring", "split"]
 WeightGradsName = Literal["none", "fused", "tiles", "columns"]
 
+def layer_norm(
+    input: Tensor,
+    normalized_shape: list[int] | tuple[int, ...],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    /,
+) -> Tensor | None: ...
 def build_info() -> dict[str, Any]: ...
 def plan(
     direction: Direction,

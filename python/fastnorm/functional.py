@@ -5,6 +5,8 @@ from typing import List, Optional  # noqa: UP035  (TorchScript reads these)
 import torch
 from torch import Tensor
 
+from fastnorm._C import layer_norm as _layer_norm
+
 
 def layer_norm(
     input: Tensor,
@@ -40,6 +42,13 @@ def layer_norm(
             :func:`torch.nn.functional.layer_norm` where that checks.
         NotImplementedError: for an input that is not of a supported floating-point dtype.
     """
+    if not torch.jit.is_scripting():  # noqa: SIM102  (TorchScript takes this condition alone)
+        if not torch.compiler.is_compiling():
+            # torch.ops matches its arguments with the schema in each call: 8 x 256 on a CPU took
+            # 5.3 us by it, 2.5 us without (F.layer_norm 4.7 us).
+            output = _layer_norm(input, normalized_shape, weight, bias, eps, out_dtype)
+            if output is not None:
+                return output
     return torch.ops.fastnorm.layer_norm(
         input, normalized_shape, weight, bias, eps, out_dtype=out_dtype
     )
