@@ -105,7 +105,7 @@ def _backward(
 
 
 def register() -> None:
-    """Makes the rules known to PyTorch, once for all copies of the package that share the library."""
+    """Makes the rules known to PyTorch; once, where copies of the package share the library."""
     for name, rule in (("layer_norm_forward", _forward), ("layer_norm_backward", _backward)):
         operator = f"fastnorm::{name}"
         if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "FuncTorchBatched"):
