@@ -82,11 +82,11 @@ path_without() {
   echo "${visible%:}"
 }
 
-# Makes nvcc unfindable.
+# Makes nvcc unfindable, on the PATH and in /usr/local/cuda.
 hide_nvcc() {
   PATH=$(path_without nvcc)
-  export PATH
-  unset CUDA_HOME CUDA_PATH
+  export PATH CUDA_HOME=$work/no_toolkit
+  unset CUDA_PATH
   if command -v nvcc; then fail "nvcc is still found"; fi
 }
 
