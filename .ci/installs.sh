@@ -77,16 +77,16 @@ check_uv() {
   section "uv: an environment"
   new_environment uv "$CPU_PYTHON" uv
   use_pips_indexes_in_uv
-  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/uv_environment"
+  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/environments/of_uv"
   (
     # shellcheck disable=SC1091
-    source "$work/uv_environment/bin/activate"
-    export PATH="$PATH:$work/uv/bin"
+    source "$work/environments/of_uv/bin/activate"
+    export PATH="$PATH:$work/environments/uv/bin"
     uv pip install --quiet "$CPU_TORCH"
     uv pip install setuptools ninja && uv pip install --no-build-isolation .
     check_build "info['torch'] == '${CPU_TORCH##*=}'"
   )
-  rm -rf "$work/uv_environment"
+  rm -rf "$work/environments/of_uv"
   section "uv: a project"
   mkdir -p "$work/project"
   cat >"$work/project/pyproject.toml" <<TOML

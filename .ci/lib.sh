@@ -35,17 +35,17 @@ new_environment() {
   local python name=$1 release=$2
   shift 2
   python=$(find_python "$release")
-  rm -rf "${work:?}/$name"
-  "$python" -m venv "$work/$name"
+  rm -rf "${work:?}/environments/$name"
+  "$python" -m venv "$work/environments/$name"
   # shellcheck disable=SC1090,SC1091
-  source "$work/$name/bin/activate"
+  source "$work/environments/$name/bin/activate"
   if [ $# -gt 0 ]; then pip install --quiet "$@"; fi
 }
 
 # Deactivates the environment $1 and gives its disk space back: PyTorch takes gigabytes.
 drop_environment() {
   deactivate
-  rm -rf "${work:?}/$1"
+  rm -rf "${work:?}/environments/$1"
 }
 
 # Checks what the installed fastnorm was built for: $1 is a Python expression over `info`. Also that
@@ -82,11 +82,11 @@ path_without() {
   echo "${visible%:}"
 }
 
-# Makes nvcc unfindable.
+# Makes nvcc unfindable, on the PATH and in /usr/local/cuda.
 hide_nvcc() {
   PATH=$(path_without nvcc)
-  export PATH
-  unset CUDA_HOME CUDA_PATH
+  export PATH CUDA_HOME=$work/no_toolkit
+  unset CUDA_PATH
   if command -v nvcc; then fail "nvcc is still found"; fi
 }
 
