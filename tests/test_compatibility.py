@@ -37,9 +37,9 @@ def test_every_row_names_existing_tests() -> None:
 
 
 def test_oldest_torch_is_the_oldest_supported() -> None:
-    """What needs no GPU was tried with the oldest torch that fastnorm builds for."""
+    """What needs no GPU was tried with the oldest torch supported, or the row says why not."""
     for what, _, oldest in _rows():
-        assert oldest in (MINIMUM_TORCH, "2.11, GPU"), what
+        assert oldest in (MINIMUM_TORCH, "2.11, GPU") or "before" in what, what
 
 
 def test_this_torch_is_supported() -> None:

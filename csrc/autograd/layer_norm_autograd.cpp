@@ -120,6 +120,12 @@ class Rows {
   at::Tensor rstd_, xhat_;
 };
 
+// Which of a node's three gradients the running backward asks for.
+std::array<bool, 3> wanted_outputs(Node& node) {
+  return {node.task_should_compute_output(0), node.task_should_compute_output(1),
+          node.task_should_compute_output(2)};
+}
+
 // Compiled autograd goes through the nodes before any shape is known, with empty tensors for the
 // gradients. What a node does must not run on these: it is recorded as one call of `compute`, which
 // runs when the graph is traced. `args` are what the node saved, swapped for the graph's values.
@@ -196,7 +202,7 @@ struct LayerNormDoubleBackward : public Node {
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     return compute(gradients, grad_out_.unpack(), input_.unpack(), weight_.unpack(),
-                   normalized_ndim_, eps_, wanted());
+                   normalized_ndim_, eps_, wanted_outputs(*this));
   }
 
   void release_variables() override {
@@ -222,9 +228,9 @@ struct LayerNormDoubleBackward : public Node {
     saved.before(normalized_ndim_);
     saved.before(eps_);
     static std::once_flag bound;
-    variable_list result =
-        record_call(*this, compute_packed, bound, gradients, saved, grad_out_.unpack(),
-                    input_.unpack(), weight_.unpack(), normalized_ndim_, eps_, wanted());
+    variable_list result = record_call(*this, compute_packed, bound, gradients, saved,
+                                       grad_out_.unpack(), input_.unpack(), weight_.unpack(),
+                                       normalized_ndim_, eps_, wanted_outputs(*this));
     saved.after(grad_out_);
     saved.after(input_);
     saved.after(weight_);
@@ -234,11 +240,6 @@ struct LayerNormDoubleBackward : public Node {
   }
 
  private:
-  std::array<bool, 3> wanted() {
-    return {task_should_compute_output(0), task_should_compute_output(1),
-            task_should_compute_output(2)};
-  }
-
   static variable_list compute(const variable_list& gradients, const at::Tensor& grad_out,
                                const at::Tensor& input, const at::Tensor& weight,
                                int64_t normalized_ndim, double eps, std::array<bool, 3> wanted) {
@@ -278,7 +279,8 @@ struct LayerNormBackward : public Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto self = owner();
     return compute(gradients, input_.unpack(), normalized_shape_, mean_.unpack(self),
-                   rstd_.unpack(self), weight_.unpack(), bias_.unpack(), eps_, wanted());
+                   rstd_.unpack(self), weight_.unpack(), bias_.unpack(), eps_,
+                   wanted_outputs(*this));
   }
 
   void release_variables() override {
@@ -311,9 +313,10 @@ struct LayerNormBackward : public Node {
     saved.before(eps_);
     static std::once_flag bound;
     const auto self = owner();
-    variable_list result = record_call(
-        *this, compute_packed, bound, gradients, saved, input_.unpack(), normalized_shape_,
-        mean_.unpack(self), rstd_.unpack(self), weight_.unpack(), bias_.unpack(), eps_, wanted());
+    variable_list result =
+        record_call(*this, compute_packed, bound, gradients, saved, input_.unpack(),
+                    normalized_shape_, mean_.unpack(self), rstd_.unpack(self), weight_.unpack(),
+                    bias_.unpack(), eps_, wanted_outputs(*this));
     saved.after(input_);
     saved.after(weight_);
     saved.after(bias_);
@@ -327,11 +330,6 @@ struct LayerNormBackward : public Node {
  private:
   // The pointer that unpacking an output of this node asks for.
   NodePointer owner() { return getptr(); }
-
-  std::array<bool, 3> wanted() {
-    return {task_should_compute_output(0), task_should_compute_output(1),
-            task_should_compute_output(2)};
-  }
 
   static variable_list compute(const variable_list& gradients, const at::Tensor& input,
                                const std::vector<c10::SymInt>& normalized_shape,
