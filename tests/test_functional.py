@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import DTYPES, SMALL_DTYPES, name_of, ops, random
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
+import fastnorm
 from fastnorm.functional import layer_norm
 
 
@@ -138,3 +141,68 @@ def test_meta_checks_what_the_kernels_check() -> None:
         ops.layer_norm(x, [3], torch.ones(3, device="meta", dtype=torch.float64))
     with pytest.raises(RuntimeError, match="out_dtype"):
         ops.layer_norm(x, [3], out_dtype=torch.float64)
+
+
+PLAIN = [
+    lambda x, w, b: (x, (6,), w, b, 1e-5, None),
+    lambda x, w, b: (x, [6], None, b, 0.25, torch.bfloat16),
+    lambda x, w, b: (x, x.shape[1:], w.detach(), None, 1e-5, torch.float32),
+    lambda x, w, b: (x.view(2, 2, 3), [2, 3], None, None, 1e-5, None),
+]
+
+
+@pytest.mark.parametrize("arguments", PLAIN)
+def test_the_quick_call_is_the_operator(arguments: Callable[..., tuple], device: str) -> None:
+    x = torch.randn(2, 6, device=device, requires_grad=True)
+    weight = nn.Parameter(torch.randn(6, device=device))
+    bias = torch.randn(6, device=device, requires_grad=True)
+    given = arguments(x, weight, bias)
+    ours = fastnorm._C.layer_norm(*given)
+    theirs = torch.ops.fastnorm.layer_norm(*given[:5], out_dtype=given[5])
+    assert ours.equal(theirs)
+    assert ours.dtype == theirs.dtype
+    assert ours.grad_fn.name() == theirs.grad_fn.name()
+    for a, b in zip(*(torch.autograd.grad(y.float().square().sum(), x) for y in (ours, theirs))):
+        assert a.equal(b)
+
+
+class _Subclass(Tensor):
+    pass
+
+
+def test_the_quick_call_leaves_the_rest_to_torch_ops() -> None:
+    x, weight = torch.randn(2, 6), torch.ones(6)
+    usual = (x, (6,), weight, None, 1e-5, None)
+    quick = fastnorm._C.layer_norm
+    assert quick(*usual) is not None
+    assert quick(x.as_subclass(_Subclass), *usual[1:]) is None
+    assert quick(*usual[:2], weight.as_subclass(_Subclass), *usual[3:]) is None
+    assert quick(*usual[:4], torch.tensor(1e-5), None) is None
+    assert quick(x, torch.tensor([6]), *usual[2:]) is None
+    assert quick(x, (2**70,), *usual[2:]) is None
+    assert quick(None, *usual[1:]) is None
+    assert quick(*usual[:5]) is None
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    with Mode():
+        assert quick(*usual) is None
+        layer_norm(x, (6,), weight)
+    assert any("layer_norm" in str(function) for function in seen)
+
+
+def test_errors_of_the_quick_call_are_those_of_torch_ops() -> None:
+    x = torch.randn(2, 6)
+    for given in ((x, (5,), None, None, 1e-5, None), (x.int(), (6,), None, None, 1e-5, None)):
+        raised = []
+        for call in (fastnorm._C.layer_norm, torch.ops.fastnorm.layer_norm):
+            with pytest.raises(RuntimeError) as error:
+                call(*given[:5], *([given[5]] if call is fastnorm._C.layer_norm else []))
+            raised.append((type(error.value), str(error.value).splitlines()[0]))
+        assert raised[0] == raised[1]

@@ -111,8 +111,8 @@ def _run(program: str, *words: str, **environment: str) -> subprocess.CompletedP
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_data_loader_workers(start: str) -> None:
-    """Also where the parent has used its threads before it forked. In a process of its own: autograd
-    refuses to run in a fork of one where it had started threads, as other tests make it do.
+    """Also where the parent has used its threads before it forked. In a process of its own, because
+    autograd refuses to run in a fork of one where it had started threads, as other tests do.
     """
     run = _run(
         "import sys\n"
