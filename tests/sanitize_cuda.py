@@ -143,6 +143,7 @@ def start(tool: str | None, words: list[str], folder: Path, name: str) -> Job:
     if tool is not None:
         command = [
             "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
+            "--num-cuda-barriers", "65536",  # of the ring: 16 in each block that synccheck tracks
             *command,
         ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -116,6 +116,8 @@ REQUESTS: list[dict[str, Any]] = [
     {"kernel": "rows", "weight_grads": "fused"},
     {"kernel": "cluster", "weight_grads": "fused"},
     {"kernel": "cluster", "weight_grads": "columns"},
+    {"kernel": "few_rows"},
+    {"kernel": "few_rows", "cluster_size": 2},
     {"kernel": "ring", "weight_grads": "fused"},
     {"kernel": "ring", "weight_grads": "fused", "cluster_size": 2},
     {"kernel": "ring", "weight_grads": "columns"},

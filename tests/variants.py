@@ -40,6 +40,10 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
     )
     if (weight_grads, request["kernel"]) != ("fused", "split")
 ]
+BACKWARD_REQUESTS += [
+    {"kernel": "few_rows"},
+    *({"kernel": "few_rows", "cluster_size": size} for size in (2, 4, 8)),
+]
 MOST_CHUNKS = 36_000  # of 16 bytes: beyond what a cluster of any kernel holds
 
 
