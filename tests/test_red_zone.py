@@ -58,7 +58,9 @@ def _events() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def history() -> Iterator[None]:
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+    torch.cuda.memory._record_memory_history(
+        "all", context=None, stacks="python", clear_history=True
+    )
     yield
     torch.cuda.memory._record_memory_history(None)
     _C.force_plan()
