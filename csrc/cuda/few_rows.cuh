@@ -36,6 +36,8 @@ struct FewRowsParameters {
   int64_t column_blocks;  // the first ones of the grid
 };
 
+// dw and db of a tile of columns: each block of the cluster adds up its slice of the rows, over its
+// threads, its warps and the blocks in turn.
 template <class X, int kLanes>
 struct ColumnTile {
   static constexpr int kColumns = kChunkColumns<X>;

@@ -529,6 +529,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
     }
   }
+
   // By way of shared memory: stores straight from the registers, 32 bytes apart, slowed down the
   // blocks that were still at work (16384 x 8192: 203 us instead of 201 us). Where blocks are
   // merged, each of a cluster adds up a part of what all of them have.
