@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+# Inductor's pool of compilers takes longer to start, and to end, than the few kernels of the tests.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings

@@ -14,9 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastnorm.functional import layer_norm
 
-# vmap over operators that have no batching rule warns that it loops.
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
-
 AFFINE = ["both", "weight", "bias", "none"]
 SHAPES = [((4, 5), (5,)), ((2, 3, 2), (3, 2)), ((3, 1), (1,)), ((0, 3), (3,)), ((4,), (4,))]
 Function = Callable[..., Tensor]

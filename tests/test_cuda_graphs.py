@@ -6,6 +6,7 @@ test_cuda.py captures a training step with each kernel.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.cuda
 ROWS, COLS = 257, 1000
 
 
-def _warm_up(call: object, stream: torch.cuda.Stream) -> None:
+def _warm_up(call: Callable[[], object], stream: torch.cuda.Stream) -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
