@@ -9,7 +9,8 @@ import sys
 def run(code: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Runs `code` with `sys.argv[1:]` as given; its exit status is the caller's to judge."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        # So that a crash says where it was, and what was printed before it is seen.
+        [sys.executable, "-u", "-X", "faulthandler", "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
