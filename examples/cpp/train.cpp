@@ -76,6 +76,7 @@ int main(int argc, char** argv) {
     return kNoDevice;
   }
   const torch::Device device(wanted);
+  if (device.is_cpu()) torch::set_num_threads(1);  // more cost so small a network time
   std::printf("fastnorm %s on %s\n", fastnorm_version(), device.str().c_str());
   const Outcome ours = train<fastnorm::nn::LayerNorm>(device);
   print("fastnorm::nn::LayerNorm", ours);
