@@ -99,7 +99,7 @@ dependencies = ["fastnorm", "$CPU_TORCH"]
 [tool.uv.sources]
 fastnorm = { path = "$PWD" }
 
-$(sed -n '/^\[tool.uv.extra-build-dependencies\]/,/^```/p' README.md | sed '/^```/d')
+$(sed -n '/^\[dependency-groups\]/,/^```/p' README.md | sed '/^```/d')
 TOML
   (cd "$work/project" && uv sync --python "$(find_python "$CPU_PYTHON")" &&
     uv run --no-sync python -c "
