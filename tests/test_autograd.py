@@ -131,6 +131,21 @@ def test_higher_orders_under_torch_func(
     assert _relative_error(derivative(layer_norm), derivative(composed_layer_norm)) < 1e-12
 
 
+def test_hessian(device: str) -> None:
+    """All blocks, for input, weight and bias."""
+    leaves = tuple(t.detach() for t in _leaves((2, 3), (3,), "both", device))
+
+    def hessian(norm: Function) -> tuple[tuple[Tensor, ...], ...]:
+        def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return norm(x, (3,), w, b).sin().sum()
+
+        return torch.func.hessian(loss, argnums=(0, 1, 2))(*leaves)
+
+    for row, expected_row in zip(hessian(layer_norm), hessian(composed_layer_norm)):
+        for block, expected in zip(row, expected_row):
+            torch.testing.assert_close(block, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("affine", AFFINE)
 def test_third_order_reverse(device: str, affine: str) -> None:
     """grad of grad of grad with respect to all leaves; ATen fails for bias without weight."""
