@@ -131,15 +131,21 @@ def test_higher_orders_under_torch_func(
     assert _relative_error(derivative(layer_norm), derivative(composed_layer_norm)) < 1e-12
 
 
-def test_hessian(device: str) -> None:
-    """All blocks, for input, weight and bias."""
-    leaves = tuple(t.detach() for t in _leaves((2, 3), (3,), "both", device))
+# torch.func.hessian is jacfwd around jacrev.
+@pytest.mark.parametrize("inner", ["jacrev", "jacfwd"])
+@pytest.mark.parametrize("outer", ["jacrev", "jacfwd"])
+@pytest.mark.parametrize("affine", AFFINE)
+def test_hessian(device: str, affine: str, outer: str, inner: str) -> None:
+    """All blocks, for input, weight and bias, mixed ones in either order."""
+    leaves = [t if t is None else t.detach() for t in _leaves((2, 3), (3,), affine, device)]
+    given = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
 
     def hessian(norm: Function) -> tuple[tuple[Tensor, ...], ...]:
-        def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        def loss(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
             return norm(x, (3,), w, b).sin().sum()
 
-        return torch.func.hessian(loss, argnums=(0, 1, 2))(*leaves)
+        first = getattr(torch.func, inner)(loss, argnums=given)
+        return getattr(torch.func, outer)(first, argnums=given)(*leaves)
 
     for row, expected_row in zip(hessian(layer_norm), hessian(composed_layer_norm)):
         for block, expected in zip(row, expected_row):

@@ -60,6 +60,18 @@ def _mixed_second_derivative_by_forward_mode(norm: Norm) -> None:
     _assert_as_composed(norm, derivative)
 
 
+def _mixed_second_derivative_of_jacobian(norm: Norm) -> None:
+    """d2 loss / dx dweight: dloss / dweight comes from a batch of gradients of y."""
+
+    def derivative(norm: Norm) -> Tensor:
+        def loss(x: Tensor, w: Tensor) -> Tensor:
+            return (norm(x, (3,), w, B) * MIX).sin().sum()
+
+        return torch.func.jacrev(torch.func.jacrev(loss, argnums=1), argnums=0)(X, W)
+
+    _assert_as_composed(norm, derivative)
+
+
 def _third_reverse(norm: Norm) -> None:
     def derivative(norm: Norm) -> Tensor:
         x = X.clone().requires_grad_()
@@ -93,6 +105,7 @@ CASES: dict[str, Case] = {
     "forward over forward": _second("jacfwd", "jacfwd"),
     "forward over forward, mixed": _mixed_second_derivative_by_forward_mode,
     "reverse over forward": _second("jacrev", "jacfwd"),
+    "reverse over batched reverse, mixed": _mixed_second_derivative_of_jacobian,
     "third order reverse": _third_reverse,
     "second order reverse of a bias without weight": _second_reverse_of_bias_without_weight,
     "weight gradient of one column": _weight_gradient_of_one_column,

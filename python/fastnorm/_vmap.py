@@ -76,6 +76,7 @@ def _backward(
 ) -> tuple[Results, Dims]:
     grad_dim, input_dim, _, mean_dim, rstd_dim, weight_dim, _, _, _ = in_dims
     grad_out = _batched(grad_out, grad_dim, info.batch_size)
+    samples = input if input_dim is None else input.movedim(input_dim, 0)
     x = _batched(input, input_dim, info.batch_size)
     mean = _batched(mean, mean_dim, info.batch_size)
     rstd = _batched(rstd, rstd_dim, info.batch_size)
@@ -96,7 +97,10 @@ def _backward(
             grad, x, normalized_shape, mean, rstd, scale, None, eps, [True, False, False]
         )
     if output_mask[1] and weight is not None:
-        xhat = (x.to(dtype) - mean) * rstd
+        # Not from mean and rstd: they are constants to a transform around this one.
+        xhat, _, _ = torch.ops.fastnorm.layer_norm_forward(
+            samples, normalized_shape, None, None, eps, dtype
+        )
         dw = sum_over_rows(grad_out.to(dtype) * xhat, weight)
     if output_mask[2] and bias is not None:
         db = sum_over_rows(grad_out.to(dtype), bias)
