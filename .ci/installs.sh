@@ -34,17 +34,19 @@ check_installs() {
   check_editable
 }
 
-# Makes the wheel for CPU_TORCH unless it is there.
+# Makes the wheel of the source distribution for CPU_TORCH unless it is there.
 make_wheel() {
   if [ -d "$work/wheel" ]; then return; fi
+  section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
+  unpacked_sdist >/dev/null
   new_environment builder "$CPU_PYTHON" "$CPU_TORCH"
-  pip wheel --no-deps --wheel-dir "$work/wheel" .
+  pip wheel --no-deps --wheel-dir "$work/wheel" "$work"/sdist/fastnorm-*.tar.gz
   drop_environment builder
 }
 
 check_wheel() {
-  section "pip wheel, and the wheel without compilers"
   make_wheel
+  section "the wheel without compilers"
   new_environment wheel "$CPU_PYTHON" "$CPU_TORCH"
   (
     PATH=$(path_without nvcc c++ g++ gcc cc clang clang++ ninja cmake)
@@ -71,23 +73,13 @@ check_editable() {
   drop_environment editable
 }
 
-# As the README says, in an environment and in a project of uv's. uv does not read pip's settings.
+# As the README says, in a project of uv's and in an environment. uv does not read pip's settings.
 check_uv() {
   hide_nvcc
-  section "uv: an environment"
+  section "uv: a project"
   new_environment uv "$CPU_PYTHON" uv
   use_pips_indexes_in_uv
-  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/environments/of_uv"
-  (
-    # shellcheck disable=SC1091
-    source "$work/environments/of_uv/bin/activate"
-    export PATH="$PATH:$work/environments/uv/bin"
-    uv pip install --quiet "$CPU_TORCH"
-    uv pip install setuptools ninja && uv pip install --no-build-isolation .
-    check_build "info['torch'] == '${CPU_TORCH##*=}'"
-  )
-  rm -rf "$work/environments/of_uv"
-  section "uv: a project"
+  export UV_CACHE_DIR=$work/uv_cache # the project builds fastnorm, the environment takes that
   mkdir -p "$work/project"
   cat >"$work/project/pyproject.toml" <<TOML
 [project]
@@ -105,6 +97,17 @@ TOML
     uv run --no-sync python -c "
 import fastnorm, torch
 assert fastnorm._C.build_info()['torch'] == torch.__version__.split('+')[0] == '${CPU_TORCH##*=}'")
+  section "uv: an environment"
+  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/environments/of_uv"
+  (
+    # shellcheck disable=SC1091
+    source "$work/environments/of_uv/bin/activate"
+    export PATH="$PATH:$work/environments/uv/bin"
+    uv pip install --quiet "$CPU_TORCH"
+    uv pip install setuptools ninja && uv pip install --no-build-isolation .
+    check_build "info['torch'] == '${CPU_TORCH##*=}'"
+  )
+  rm -rf "$work/environments/of_uv"
   drop_environment uv
 }
 
