@@ -1,6 +1,5 @@
-# The ways to install fastnorm, each from a clean environment; pip install with and without torch,
-# --no-build-isolation and the source distribution are tried with the test suites in .ci/run.
-# Sourced by .ci/run.
+# Ways to install fastnorm, each from a clean environment; the others are tried with the test suites
+# in .ci/run: pip install with torch and without, editable, a wheel. Sourced by .ci/run.
 
 make_sdist() {
   rm -rf "$work/sdist"
@@ -28,49 +27,14 @@ check_cuda_torch_without_nvcc() (
     env FASTNORM_CUDA=1 pip install --no-deps .
 )
 
-check_installs() {
-  hide_nvcc
-  check_wheel
-  check_editable
-}
-
 # Makes the wheel of the source distribution for CPU_TORCH unless it is there.
 make_wheel() {
   if [ -d "$work/wheel" ]; then return; fi
   section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
   unpacked_sdist >/dev/null
-  new_environment builder "$CPU_PYTHON" "$CPU_TORCH"
-  pip wheel --no-deps --wheel-dir "$work/wheel" "$work"/sdist/fastnorm-*.tar.gz
+  new_environment builder "$CPU_PYTHON" "$CPU_TORCH" setuptools ninja
+  pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$work"/sdist/fastnorm-*.tar.gz
   drop_environment builder
-}
-
-check_wheel() {
-  make_wheel
-  section "the wheel without compilers"
-  new_environment wheel "$CPU_PYTHON" "$CPU_TORCH"
-  (
-    PATH=$(path_without nvcc c++ g++ gcc cc clang clang++ ninja cmake)
-    export PATH
-    if command -v c++ || command -v ninja; then fail "compilers are still found"; fi
-    pip install "$work"/wheel/fastnorm-*.whl
-    check_build 'info["cuda"] is None'
-    cd "$work" && python -m fastnorm --quick --device cpu
-  )
-  drop_environment wheel
-}
-
-check_editable() {
-  section "editable"
-  local sdist_tree tree=$work/editable_tree
-  sdist_tree=$(unpacked_sdist)
-  rm -rf "$tree"
-  cp -r "$sdist_tree" "$tree"
-  new_environment editable "$CPU_PYTHON" "$CPU_TORCH"
-  pip install -e "$tree"
-  check_build 'info["cuda"] is None'
-  echo 'EDITED = True' >>"$tree/python/fastnorm/functional.py"
-  (cd "$work" && python -c 'import fastnorm; assert fastnorm.functional.EDITED')
-  drop_environment editable
 }
 
 # As the README says, in a project of uv's and in an environment. uv does not read pip's settings.
