@@ -12,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import fresh_process
 import pytest
 import torch
 from reference import random
@@ -299,3 +300,37 @@ def test_on_two_processes(reports: Path, name: str) -> None:
     for rank in range(SIZE):
         said = (reports / f"{name}.{rank}").read_text()
         assert not said, f"process {rank}:\n{said}"
+
+
+def test_a_look_at_dtensor_before_it_is_imported() -> None:
+    """A search for the module is not yet its import."""
+    code = """
+import importlib.util, sys
+import fastnorm, torch
+assert "torch.distributed.tensor" not in sys.modules
+finders = len(sys.meta_path)
+for _ in range(2):
+    assert importlib.util.find_spec("torch.distributed.tensor") is not None
+from torch.distributed.tensor import DTensor
+rules = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+assert torch.ops.fastnorm.layer_norm_backward.default in rules
+assert len(sys.meta_path) < finders
+"""
+    fresh_process.check(code)
+
+
+def test_a_dtensor_without_rules() -> None:
+    """A torch whose interface is another one: importing its DTensor warns and works."""
+    code = """
+import sys, types, warnings
+import fastnorm
+sys.modules["torch.distributed.tensor.experimental"] = types.ModuleType("experimental")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch.distributed.tensor
+print(torch.distributed.tensor.DTensor.__name__)
+print([str(w.message) for w in caught if "fastnorm" in str(w.message)])
+"""
+    name, warned = fresh_process.check(code).splitlines()
+    assert name == "DTensor"
+    assert "have no sharding rules" in warned

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -76,6 +76,17 @@ def _backward(
 
 
 def _register() -> None:
+    try:
+        _register_rules()
+    except (ImportError, AttributeError) as error:  # the import that led here shall not fail of it
+        warnings.warn(
+            f"fastnorm's operators have no sharding rules with torch {torch.__version__}, whose "
+            f"torch.distributed.tensor is not as expected: {error}",
+            stacklevel=2,
+        )
+
+
+def _register_rules() -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
     from torch.distributed.tensor.experimental import register_sharding
@@ -99,8 +110,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != DTENSOR:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             self._loader, spec.loader = spec.loader, self
         return spec
@@ -111,6 +121,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
+        sys.meta_path.remove(self)
         _register()
 
 
