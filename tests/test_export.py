@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
+import zipfile
 from pathlib import Path
 
 import fresh_process
@@ -135,6 +135,18 @@ def _quick_to_compile() -> dict[str, object]:
     }
 
 
+def _holds_a_cxx_library(package: Path) -> bool:
+    """Whether the C++ compiler put the standard library into what it made, as some are set up to.
+
+    Beside the library that PyTorch has loaded, of which it shares a part, such a copy is broken: no
+    package loads in Python, whatever the model, for its first regular expression fails.
+    """
+    with zipfile.ZipFile(package) as archive:
+        compiled = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert compiled
+    return not all(b"libstdc++.so" in code or b"libc++.so" in code for code in compiled)
+
+
 # Before 2.12 a package hands a dtype to an operator by another enumeration than the operator's.
 MISTAKES_DTYPES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
 
@@ -155,7 +167,10 @@ MISTAKES_DTYPES = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
     ids=["None", "None and bfloat16"],
 )
 def test_aot_inductor_package(
-    device: str, tmp_path: Path, out_dtypes: list[torch.dtype | None]
+    device: str,
+    tmp_path: Path,
+    out_dtypes: list[torch.dtype | None],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Compiled ahead of time with a dynamic batch, loaded by a process that compiles nothing."""
     torch.manual_seed(1)
@@ -166,6 +181,9 @@ def test_aot_inductor_package(
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=_quick_to_compile()
         )
-    assert os.path.getsize(path) > 0
+    if _holds_a_cxx_library(path):
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="this C++ compiler links libstdc++ statically")
+        )
     _save_expected(model, device, tmp_path)
     assert fresh_process.check(LOAD_PACKAGE, tmp_path) == "loaded\n"
