@@ -378,36 +378,53 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   return cudaErrorInvalidValue;
 }
 
-// Rows of X: finds the types of y and the parameters, and launches.
-template <class X>
-cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+// Rows of X to rows of Y: finds the type of the parameters, and launches.
+template <class X, class Y>
+cudaError_t forward_to(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                        cudaStream_t stream) {
   using A = Accumulator<X>;
   const DType parameter_dtype = args.weight != nullptr ? args.weight_dtype : args.bias_dtype;
+  return visit_parameter<X>(parameter_dtype, [&](auto parameter_type) {
+    using W = typename decltype(parameter_type)::type;
+    ForwardParameters<X, Y, W> p;
+    p.rows = args.rows;
+    p.cols = args.cols;
+    p.eps = static_cast<A>(args.eps);
+    p.inverse_cols = static_cast<A>(1.0 / static_cast<double>(args.cols));
+    p.chunk_share = args.cols == 0 ? A(0) : kChunkColumns<X> * p.inverse_cols;
+    p.x = static_cast<const X*>(args.x);
+    p.x_row_stride = args.x_row_stride;
+    p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;
+    p.weight = static_cast<const W*>(args.weight);
+    p.bias = static_cast<const W*>(args.bias);
+    p.y = static_cast<Y*>(args.y);
+    p.mean = static_cast<A*>(args.mean);
+    p.rstd = static_cast<A*>(args.rstd);
+    p.segment_moments = static_cast<SetMoments<A>*>(workspace);
+    p.segments = plan.segments;
+    p.cluster_size = plan.cluster_size;
+    return plan.vectorized ? launch_forward<true>(p, plan, stream)
+                           : launch_forward<false>(p, plan, stream);
+  });
+}
+
+// 16-bit rows that are written in another dtype, two thirds of what there is to compile for them,
+// have sources of their own.
+extern template cudaError_t forward_to<Half, float>(const ForwardArgs&, const ForwardPlan&, void*,
+                                                    cudaStream_t);
+extern template cudaError_t forward_to<Half, BFloat16>(const ForwardArgs&, const ForwardPlan&,
+                                                       void*, cudaStream_t);
+extern template cudaError_t forward_to<BFloat16, float>(const ForwardArgs&, const ForwardPlan&,
+                                                        void*, cudaStream_t);
+extern template cudaError_t forward_to<BFloat16, Half>(const ForwardArgs&, const ForwardPlan&,
+                                                       void*, cudaStream_t);
+
+// Rows of X: finds the type of y.
+template <class X>
+cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+                       cudaStream_t stream) {
   return visit_other<X>(args.y_dtype, [&](auto y_type) {
-    using Y = typename decltype(y_type)::type;
-    return visit_parameter<X>(parameter_dtype, [&](auto parameter_type) {
-      using W = typename decltype(parameter_type)::type;
-      ForwardParameters<X, Y, W> p;
-      p.rows = args.rows;
-      p.cols = args.cols;
-      p.eps = static_cast<A>(args.eps);
-      p.inverse_cols = static_cast<A>(1.0 / static_cast<double>(args.cols));
-      p.chunk_share = args.cols == 0 ? A(0) : kChunkColumns<X> * p.inverse_cols;
-      p.x = static_cast<const X*>(args.x);
-      p.x_row_stride = args.x_row_stride;
-      p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;
-      p.weight = static_cast<const W*>(args.weight);
-      p.bias = static_cast<const W*>(args.bias);
-      p.y = static_cast<Y*>(args.y);
-      p.mean = static_cast<A*>(args.mean);
-      p.rstd = static_cast<A*>(args.rstd);
-      p.segment_moments = static_cast<SetMoments<A>*>(workspace);
-      p.segments = plan.segments;
-      p.cluster_size = plan.cluster_size;
-      return plan.vectorized ? launch_forward<true>(p, plan, stream)
-                             : launch_forward<false>(p, plan, stream);
-    });
+    return forward_to<X, typename decltype(y_type)::type>(args, plan, workspace, stream);
   });
 }
 
