@@ -294,9 +294,10 @@ def sanitize_flags() -> list[str]:
     return [f"-fsanitize={sanitize}", *SANITIZE_FLAGS] if sanitize else []
 
 
-def system_headers() -> list[str]:
+def system_headers(with_cuda: bool) -> list[str]:
     """As system headers, torch's raise none of the warnings that fastnorm's own sources are for."""
-    return [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
+    paths = cpp_extension.include_paths("cuda" if with_cuda else "cpu")
+    return [flag for path in paths for flag in ("-isystem", path)]
 
 
 torch = import_torch()
@@ -367,13 +368,13 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
     def configured_library(self) -> setuptools.Extension:
         with_cuda = self.chosen_toolkit is not None
         make = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+        include_dirs = [str(ROOT / "csrc"), str(ROOT / "csrc" / "include")]
         extension = make(
             "fastnorm.lib.libfastnorm",
             library_sources(with_cuda),
-            include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
             define_macros=[("FASTNORM_WITH_CUDA", None)] if with_cuda else [],
             extra_compile_args={
-                "cxx": [*CXX_FLAGS, *system_headers(), *sanitize_flags()],
+                "cxx": [*CXX_FLAGS, *system_headers(with_cuda), *sanitize_flags()],
                 "nvcc": nvcc_flags(self.chosen_toolkit),
             },
             extra_link_args=[
@@ -383,6 +384,9 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             ],
         )
         extension.libraries.remove("torch_python")  # for programs without Python
+        # Without torch's headers: kernels know nothing of torch, and where the same torch lies
+        # elsewhere, as from one pip to the next, they need not be compiled anew.
+        extension.include_dirs = include_dirs
         return extension
 
     def configured_module(self) -> setuptools.Extension:
@@ -391,7 +395,9 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             PYTHON_SOURCES,
             language="c++",
             include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "include")],
-            extra_compile_args={"cxx": [*CXX_FLAGS, *system_headers(), *sanitize_flags()]},
+            extra_compile_args={
+                "cxx": [*CXX_FLAGS, *system_headers(with_cuda=False), *sanitize_flags()]
+            },
             library_dirs=[
                 str(Path(self.build_lib, "fastnorm", "lib")),
                 *cpp_extension.library_paths(),
