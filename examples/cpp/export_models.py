@@ -44,7 +44,8 @@ def main(directory: Path, device: str = "cpu") -> int:
         y = model(x)
         torch.jit.script(model).save(str(directory / "scripted.pt"))
         torch.jit.script(Tensors(device, x.cpu(), y.cpu())).save(str(directory / "tensors.pt"))
-        program = torch.export.export(model, (x,))
+        batch = torch.export.Dim("batch", min=2, max=1024)  # C++ gives it more rows than these
+        program = torch.export.export(model, (x[:3],), dynamic_shapes=({0: batch},))
         torch._inductor.aoti_compile_and_package(program, package_path=str(directory / "aoti.pt2"))
     print(f"exported to {directory}; first values {y.flatten()[:2].tolist()}")
     return 0
