@@ -45,6 +45,7 @@ constexpr std::pair<const char*, DType> kDtypes[] = {{"float32", DType::kFloat32
                                                      {"float64", DType::kFloat64}};
 constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
     {"short_rows", cuda::Kernel::kShortRows},
+    {"elements", cuda::Kernel::kElements},
     {"rows", cuda::Kernel::kRows},
     {"cluster", cuda::Kernel::kCluster},
     {"few_rows", cuda::Kernel::kFewRows},
@@ -94,16 +95,17 @@ py::dict describe_block(const Plan& plan) {
 }
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
-              bool aligned, bool dx, bool dw_db, bool one_dtype, int sm_count,
+              bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x, int sm_count,
               int compute_capability, int large_clusters, const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters};
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
-    const cuda::ForwardPlan plan =
-        inspection::plan_forward({rows, cols, x_dtype, aligned}, device, request);
+    const cuda::ForwardPlan plan = inspection::plan_forward(
+        {rows, cols, x_dtype, aligned, one_dtype, y_as_x}, device, request);
     py::dict result = describe_block(plan);
+    result["columns_per_thread"] = plan.columns_per_thread;
     result["rows_per_thread"] = plan.rows_per_thread;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
@@ -142,10 +144,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &fastnorm::build_info, "What this library was built from and for.");
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
-        py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("sm_count") = 132,
-        py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
-        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
-        py::arg("cluster_size") = py::none(),
+        py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("y_as_x") = true,
+        py::arg("sm_count") = 132, py::arg("compute_capability") = 90,
+        py::arg("large_clusters") = 7, py::arg("kernel") = py::none(),
+        py::arg("weight_grads") = py::none(), py::arg("cluster_size") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",

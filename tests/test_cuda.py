@@ -32,11 +32,12 @@ from fastnorm import _C
 pytestmark = pytest.mark.cuda
 
 KERNELS = ["rows", "cluster", "split"]
-FORWARD_KERNELS = ["short_rows", *KERNELS]
+FORWARD_KERNELS = ["short_rows", "elements", "ring", *KERNELS]
 BACKWARD_KERNELS = ["few_rows", "ring", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
-    (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
+    (130, 66), (61, 511), (9, 1023), (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385),
+    (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
 ]  # fmt: skip
 
 
@@ -91,10 +92,12 @@ def test_forced_forward_kernels(
     force: Callable[..., None], kernel: str, cluster_size: int, dtype: torch.dtype
 ) -> None:
     _skip_without_clusters(kernel)
-    if kernel != "cluster" and cluster_size > 2:
+    if kernel not in ("cluster", "ring") and cluster_size > 2:
         pytest.skip("only a cluster has a size")
+    if kernel in ("elements", "ring") and dtype == torch.float64:
+        pytest.skip("no such kernel")
     request: dict[str, Any] = {"kernel": kernel}
-    if kernel == "cluster":
+    if kernel in ("cluster", "ring"):
         request["cluster_size"] = cluster_size
     force(**request)
     ran = 0
@@ -105,7 +108,25 @@ def test_forced_forward_kernels(
         check_forward(x, [cols], weight, bias)
         check_forward(_narrowed(x), [cols], None, bias)
         ran += 1
-    assert ran >= (5 if kernel == "short_rows" else 8)
+    assert ran >= (5 if kernel in ("short_rows", "elements") else 8)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("cluster_size", [2, 4, 8])
+def test_the_forward_ring_sums_as_clusters_do(
+    force: Callable[..., None], cluster_size: int, dtype: torch.dtype
+) -> None:
+    """Bit for bit, with many rows for each cluster and with few, aligned or not."""
+    _skip_without_clusters("ring")
+    for rows, cols in ((1, 40), (1031, 40), (700, 1027), (333, 8192), (97, 16_385), (67, 40_000)):
+        x, _, weight, bias = _arguments(rows, cols, dtype)
+        for each in (x, _narrowed(x)):
+            results = []
+            for kernel in ("ring", "cluster"):
+                force(kernel=kernel, cluster_size=cluster_size)
+                results.append(ops.layer_norm_forward(each, [cols], weight, bias, 1e-5, None))
+            for ring, cluster in zip(*results, strict=True):
+                assert ring.equal(cluster), f"{rows} x {cols}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

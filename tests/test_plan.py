@@ -14,7 +14,10 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 SMALL = ["float32", "float16", "bfloat16"]
 DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
-SUMMATION = ("kernel", "chunks_per_thread", "threads_per_row", "cluster_size", "segments")
+SUMMATION = (
+    "kernel", "chunks_per_thread", "columns_per_thread", "threads_per_row", "cluster_size",
+    "segments",
+)  # fmt: skip
 # These hold a row in the same threads and add in the same order.
 SAME_ORDER = {"few_rows": "ring"}
 COLS = sorted(
@@ -40,6 +43,8 @@ def chunk_columns(dtype: str) -> int:
 
 def capacity(plan: dict[str, Any], dtype: str) -> int:
     """Columns of a row that the planned threads hold."""
+    if plan["kernel"] == "elements":
+        return plan["threads_per_row"] * plan["columns_per_thread"]
     return (
         plan["threads_per_row"] * plan["chunks_per_thread"] * plan["cluster_size"]
         * plan["segments"] * chunk_columns(dtype)
@@ -69,7 +74,8 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
                 direction, rows, cols, dtype, aligned=aligned, dw_db=dw_db, sm_count=sm_count,
                 compute_capability=capability,
             )  # fmt: skip
-            orders.add(tuple(SAME_ORDER.get(plan[field], plan[field]) for field in SUMMATION))
+            order = (plan.get(field) for field in SUMMATION)
+            orders.add(tuple(SAME_ORDER.get(value, value) for value in order))
         assert len(orders) == 1, f"{cols} columns: {orders}"
 
 
@@ -86,7 +92,7 @@ def test_every_column_and_row_has_its_thread(
         teams = blocks // (plan["cluster_size"] * plan["segments"])
         assert blocks == teams * plan["cluster_size"] * plan["segments"], where
         groups = -(-rows // plan["rows_per_block"])
-        if direction == "forward" or plan["kernel"] == "split":
+        if plan["kernel"] == "split" or (direction == "forward" and plan["kernel"] != "ring"):
             assert teams == groups, where
         elif plan["kernel"] == "few_rows":
             assert groups <= teams < groups + plan["slices"], f"whole clusters: {where}"
@@ -104,6 +110,10 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
             needed = -(-chunks // plan["chunks_per_thread"])
             threads = plan["threads_per_row"]
             assert threads < 2 * needed if threads <= 32 else threads < needed + 32
+        if plan["kernel"] == "elements":
+            threads = plan["threads_per_row"]
+            assert threads * (plan["columns_per_thread"] - 4) < cols
+            assert threads == 8 or 32 * (threads // 2 if threads <= 32 else threads - 32) < cols
         if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
             half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
             assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"
@@ -143,12 +153,14 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert plan["column_blocks"] % plan["slices"] == plan["blocks"] % plan["slices"] == 0
             assert plan["cluster_size"] in (1, plan["slices"]), where
         if plan["kernel"] == "ring":
-            launched = plan["cluster_size"] * plan["merged"]
-            assert plan["merged"] in (1, 2, 4), where
+            merged = plan.get("merged", 1)
+            launched = plan["cluster_size"] * merged
+            assert merged in (1, 2, 4), where
+            assert direction == "backward" or plan["cluster_size"] > 1, where
             assert plan["blocks"] % launched == 0, where
             assert launched <= 16, where
         if plan["kernel"] in ("few_rows", "ring"):
-            assert direction == "backward", where
+            assert (direction, plan["kernel"]) != ("forward", "few_rows"), where
             assert dtype != "float64", where
             assert threads * plan["rows_per_block"] % 32 == 0, "whole warps"
             assert plan["cluster_size"] == 1 or plan["rows_per_block"] == 1, where
@@ -244,23 +256,53 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SIZES)
 def test_widths_where_the_forward_changes(dtype: str) -> None:
     """A row that fits a warp or a block stays in it; how much a block holds is a matter of shared
-    memory. Up to eight blocks of 512 threads make a cluster, then a row is cut.
+    memory. Up to eight blocks of 512 threads make a cluster, or sixteen where a device has room for
+    such clusters; then a row is cut. One that ends within a chunk is held by column, in a block.
     """
     chunk = chunk_columns(dtype)
+    small = dtype in SMALL
     warp, cluster = 128 * chunk, 8 * 4096 * chunk
 
-    def kernel(cols: int, capability: int) -> str:
-        return _C.plan("forward", 1000, cols, dtype, compute_capability=capability)["kernel"]
+    def kernel(cols: int, capability: int, **problem: Any) -> str:
+        plan = _C.plan("forward", 1000, cols, dtype, compute_capability=capability, **problem)
+        return plan["kernel"]
 
     for capability, threads in ((75, 256), (80, 512), (86, 512), (90, 512), (100, 512)):
         block = threads * 8 * chunk
         assert kernel(1, capability) == kernel(warp, capability) == "short_rows"
-        assert kernel(warp // 2 - 1, capability) == "short_rows"
-        assert kernel(warp // 2 + 1, capability) == "rows", "rows that end within a chunk"
-        assert kernel(warp + 1, capability) == kernel(block, capability) == "rows"
-        assert kernel(block + 1, capability) == ("cluster" if capability >= 90 else "split")
-        assert kernel(cluster, capability) == ("cluster" if capability >= 90 else "split")
-        assert kernel(cluster + 1, capability) == kernel(5_000_000, capability) == "split"
+        assert kernel(31, capability) == "short_rows"
+        for cols in (33, 257, 1023, 3071):
+            in_chunks = "short_rows" if cols < warp // 2 else "rows"
+            assert kernel(cols, capability) == ("elements" if small else in_chunks)
+            assert kernel(cols, capability, y_as_x=False) == in_chunks
+        assert kernel(3073, capability) == kernel(4095, capability, y_as_x=False) == "rows"
+        if small and capability >= 90:
+            assert kernel(12_289, capability, one_dtype=False) == "elements"
+        assert kernel(warp + chunk, capability) == kernel(block, capability) == "rows"
+        clusters = capability >= 90
+        for cols in (block + 1, block + chunk, cluster):
+            assert kernel(cols, capability, one_dtype=False) == ("cluster" if clusters else "split")
+            assert kernel(cols, capability) == (
+                "split" if not clusters else "ring" if small else "cluster"
+            )
+        for cols in (cluster + 1, 2 * cluster):
+            assert kernel(cols, capability) == ("ring" if clusters and small else "split")
+            assert kernel(cols, capability, large_clusters=0) == "split"
+            assert kernel(cols, capability, one_dtype=False) == "split"
+        assert kernel(2 * cluster + 1, capability) == kernel(5_000_000, capability) == "split"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_the_forward_ring_shares_rows_evenly(dtype: str) -> None:
+    """Where each cluster has few: none has two more than another, and there is none too many."""
+    for rows, blocks in itertools.product((1, 2, 64, 65, 66, 131, 256, 4096), (2, 4, 8, 16)):
+        plan = _C.plan("forward", rows, blocks * 4096 * chunk_columns(dtype), dtype)
+        assert (plan["kernel"], plan["cluster_size"]) == ("ring", blocks)
+        clusters = plan["blocks"] // blocks
+        turns = -(-rows // clusters)
+        assert turns > 8 or clusters == -(-rows // turns)
+        assert clusters <= rows
+        assert plan["blocks"] <= 130
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -284,10 +326,12 @@ def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: s
             assert forced["kernel"] == kernel
         elif kernel == "rows" and chosen["kernel"] == "rows":
             assert forced == chosen
-        elif kernel == "rows" and chosen["kernel"] == "short_rows":
+        elif kernel == "rows" and chosen["kernel"] in ("short_rows", "elements"):
             assert forced["kernel"] == kernel
         elif chosen["kernel"] in ("few_rows", "ring"):
             widest = 8192 if kernel == "rows" else 65_536
+            if direction == "forward":
+                widest = (1 if kernel == "rows" else 8) * 4096 * chunk_columns(dtype)
             assert forced["kernel"] == (kernel if cols <= widest else chosen["kernel"])
         elif kernel == "cluster" and chosen["kernel"] != "split" and capability >= 90:
             assert forced["kernel"] == kernel

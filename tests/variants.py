@@ -26,6 +26,7 @@ FORWARD_REQUESTS: list[dict[str, Any]] = [
     {"kernel": "short_rows"},
     {"kernel": "rows"},
     *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
+    *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
     {"kernel": "split"},
 ]
 BACKWARD_REQUESTS: list[dict[str, Any]] = [
@@ -44,7 +45,7 @@ BACKWARD_REQUESTS += [
     {"kernel": "few_rows"},
     *({"kernel": "few_rows", "cluster_size": size} for size in (2, 4, 8)),
 ]
-MOST_CHUNKS = 36_000  # of 16 bytes: beyond what a cluster of any kernel holds
+MOST_CHUNKS = 68_000  # of 16 bytes: beyond what a cluster of any kernel holds
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan["cluster_size"],
         plan["chunks_per_thread"],
         threads if threads <= 32 else 33 if threads <= 256 else 257 if threads <= 384 else 385,
+        plan.get("columns_per_thread"),
         plan["segments"] > 1,
         plan["vectorized"],
         plan.get("weight_grads"),
@@ -105,7 +107,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
 def _fits(plan: tuple[Any, ...], request: dict[str, Any]) -> bool:
     return all(
         request.get(name, plan[index]) == plan[index]
-        for name, index in (("kernel", 0), ("cluster_size", 1), ("weight_grads", 6))
+        for name, index in (("kernel", 0), ("cluster_size", 1), ("weight_grads", 7))
     )
 
 
@@ -127,7 +129,7 @@ def _changes(
 
 @cache
 def _widths(
-    direction: str, bytes_of_x: int, one_dtype: bool, items: Request, device: Device
+    direction: str, bytes_of_x: int, one_dtype: bool, y_as_x: bool, items: Request, device: Device
 ) -> tuple[tuple[int, bool], ...]:
     """Widths beside each change of the plan; with True, the first of an instantiation."""
     request = dict(items)
@@ -136,10 +138,10 @@ def _widths(
         "dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[bytes_of_x],
         "sm_count": device.sm_count,
         "compute_capability": device.compute_capability,
+        "one_dtype": one_dtype,
+        "y_as_x": y_as_x,
         **request,
     }
-    if direction == "backward":
-        call["one_dtype"] = one_dtype
 
     def plan(cols: int) -> tuple[Any, ...]:
         return _plan(direction, 5, cols, call)
@@ -156,7 +158,8 @@ def _widths(
             if end > 0 and _fits(plan(end), request):
                 # Threads and clusters of another number are the same code.
                 kernel, cluster_size, chunks, threads, *rest = plan(end)
-                size = threads if kernel == "short_rows" else (threads > 32) + (threads > 384)
+                in_warp = threads <= 32 and kernel in ("short_rows", "elements")
+                size = threads if in_warp else (threads > 32) + (threads > 384)
                 code = (kernel, cluster_size > 1, chunks, size, *rest)
                 found[end] = found.get(end, False) or code not in seen
                 seen.add(code)
@@ -187,7 +190,9 @@ def calls(device: Device) -> Iterator[Call]:
                         continue  # the same code as others
                     items = tuple(request.items())
                     size = dtype.itemsize
-                    for cols, first in _widths(direction, size, other == dtype, items, device):
+                    y_as_x = other == dtype
+                    one_dtype = y_as_x and (direction == "backward" or parameters == dtype)
+                    for cols, first in _widths(direction, size, one_dtype, y_as_x, items, device):
                         if not (plain or first):
                             continue
                         whole = cols * size % 16 == 0
@@ -205,6 +210,9 @@ def calls(device: Device) -> Iterator[Call]:
                         yield Call("backward", 5, cols, dtype, dtype, dtype, aligned, (), mask)
                 yield Call("backward", 5, cols, dtype, dtype, None, aligned, ())
             for rows, cols in ((2111, 40), (1031, 264), (613, 1000)):
+                if dtype != torch.float64:
+                    ring = (("kernel", "ring"), ("cluster_size", 2))
+                    yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, ring)
                 for request in BACKWARD_REQUESTS:
                     if "cluster_size" not in request:
                         items = tuple(request.items())

@@ -51,6 +51,12 @@ void unify_parameters(ForwardCall& call) {
   args.weight_dtype = args.bias_dtype = DType::kFloat32;
 }
 
+bool has_one_dtype(const ForwardArgs& args) {
+  return args.y_dtype == args.x_dtype &&
+         (args.weight == nullptr || args.weight_dtype == args.x_dtype) &&
+         (args.bias == nullptr || args.bias_dtype == args.x_dtype);
+}
+
 Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                                  const OptionalTensor& weight, const OptionalTensor& bias,
                                  double eps, std::optional<at::ScalarType> out_dtype) {
@@ -60,7 +66,8 @@ Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef no
   if (args.rows > 0) {
     unify_parameters(call);
     const cuda::ForwardPlan plan =
-        cuda::plan_forward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args)},
+        cuda::plan_forward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args),
+                            has_one_dtype(args), args.y_dtype == args.x_dtype},
                            properties_of(input.device()), forced_plan());
     const at::Tensor workspace = make_workspace(plan.workspace_bytes, input);
     C10_CUDA_CHECK(cuda::forward(args, plan, workspace_data(workspace),

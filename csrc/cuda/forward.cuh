@@ -10,31 +10,12 @@
 
 #include <algorithm>
 
+#include "forward_parameters.cuh"
 #include "launch.cuh"
 #include "row_tile.cuh"
 #include "tile.cuh"
 
 namespace fastnorm::cuda {
-
-template <class X, class Y, class W>
-struct ForwardParameters {
-  using A = Accumulator<X>;
-  int64_t rows, cols;
-  A eps;
-  A inverse_cols;  // infinite for no columns: their variance is not a number
-  A chunk_share;   // of a chunk in the mean; the mean of no columns is zero
-  const X* x;
-  const X* x_end;  // of the last row
-  int64_t x_row_stride;
-  const W* weight;
-  const W* bias;
-  Y* y;
-  A* mean;
-  A* rstd;
-  SetMoments<A>* segment_moments;  // [rows, segments], of kSplit
-  int64_t segments;
-  int cluster_size;
-};
 
 // A thread's chunks of weight and bias. A missing weight is one and a missing bias zero: exact, and
 // without a branch.
@@ -191,6 +172,9 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
   }
 }
 
+// So many rows leave multiprocessors without work: weight and bias are fetched along with x.
+constexpr int kFewForwardRows = 128;
+
 // One row per block, or per cluster of blocks. kMaxThreads and kMinBlocks set the registers: with
 // 56 an SM holds three blocks of 384 threads, and 12288 columns of bfloat16 took 133 us on an H200
 // instead of 143 us with 62.
@@ -215,6 +199,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const RowSpan span{begin, cols - begin, static_cast<int>(threadIdx.x % kWarpSize)};
   RowTile<X, kChunks, kShared, kVectorized> tile(shared_chunks, span);
   tile.load(p.x + row * p.x_row_stride, p.x_end);
+  if (p.rows <= kFewForwardRows) tile.prefetch(p.weight, p.bias);
 
   SetMoments<A> moments = tile.moments();
   if (span.lane == 0) warp_moments[warp] = moments;
@@ -374,6 +359,14 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       if (error != cudaSuccess) return error;
       return launch_rows(forward_segment_apply<X, Y, W, kVectorized>);
     }
+    case Kernel::kElements:
+      if constexpr (std::is_same_v<X, Y> && !std::is_same_v<X, double>) {
+        return launch_elements<X, W>(p, plan, stream);
+      }
+      break;
+    case Kernel::kFewRows:
+    case Kernel::kRing:
+      break;
   }
   return cudaErrorInvalidValue;
 }
@@ -423,6 +416,9 @@ extern template cudaError_t forward_to<BFloat16, Half>(const ForwardArgs&, const
 template <class X>
 cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                        cudaStream_t stream) {
+  if constexpr (!std::is_same_v<X, double>) {
+    if (plan.kernel == Kernel::kRing) return launch_forward_ring<X>(args, plan, stream);
+  }
   return visit_other<X>(args.y_dtype, [&](auto y_type) {
     return forward_to<X, typename decltype(y_type)::type>(args, plan, workspace, stream);
   });

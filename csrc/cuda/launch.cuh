@@ -1,6 +1,8 @@
 // Launching: grid, block and cluster of a plan, the error checked; and dtype tags turned to types.
 #pragma once
 
+#include <atomic>
+
 #include "layer_norm_cuda.h"
 #include "numeric.cuh"
 
@@ -53,6 +55,22 @@ cudaError_t launch_overlapping(bool overlap, void (*kernel)(Parameters...), dim3
     config.numAttrs = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
+// Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
+// more blocks than all devices offer. `prepared`: of this kernel, a bit for each device.
+inline cudaError_t allow_blocks(const void* kernel, int bytes, bool large_clusters,
+                                std::atomic<uint64_t>& prepared) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (error != cudaSuccess || (prepared.load(std::memory_order_relaxed) & bit) != 0) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && large_clusters) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+  return error;
 }
 
 template <class T>

@@ -29,6 +29,7 @@ int64_t block_chunks(int chunks_per_thread) {
 bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
+    case Kernel::kElements:
     case Kernel::kFewRows:
     case Kernel::kRing:
       return false;  // of one direction, and chosen there
@@ -337,12 +338,14 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   }
 }
 
+// Shared memory of a block of the forward beside what its plan says.
+constexpr int kReductionBytes = 2048;
+
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
 // aligned.
 int64_t most_forward_threads(const DeviceProperties& device) {
-  constexpr int kStaticBytes = 2048;  // of the reductions
   constexpr int kWarpBytes = forward_shared_bytes(kForwardChunks - kRegisterChunks, false);
-  const int64_t room = shared_bytes_of(device) - kStaticBytes;
+  const int64_t room = shared_bytes_of(device) - kReductionBytes;
   int64_t threads = kMaxThreadsPerRow;
   while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
   return threads;
@@ -357,6 +360,7 @@ bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device)
     case Kernel::kCluster:
       return device.compute_capability >= 90 &&
              chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
+    case Kernel::kElements:
     case Kernel::kFewRows:
     case Kernel::kRing:
       return false;
@@ -366,18 +370,65 @@ bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device)
   return false;
 }
 
+// No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
+// there are, but for four.
+void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
+  constexpr int64_t kGrain = 4;
+  const int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
+  plan.threads_per_row = static_cast<int>(
+      lanes > kWarpSize ? ceil_div(lanes, kWarpSize) * kWarpSize
+                        : std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes)));
+  plan.columns_per_thread =
+      static_cast<int>(ceil_div(problem.cols, kGrain * plan.threads_per_row) * kGrain);
+  plan.rows_per_thread = plan.rows_per_block = kElementRows;
+  if (plan.threads_per_row > kWarpSize) {
+    plan.shared_bytes =
+        plan.threads_per_row / kWarpSize *
+        element_stage_bytes(plan.columns_per_thread, kElementRows, size_in_bytes(problem.x_dtype));
+  } else {
+    plan.rows_per_block *= kElementRowThreads / plan.threads_per_row;
+  }
+}
+
+// Where few warps share a row, that is; with parameters of another dtype, of which chunks would
+// take many registers, all of a block. Of a copy, bfloat16 on an H200, by columns and in chunks:
+// 257 columns .82 and .31, 1023 .89 and .82, 2049 .72 and .57, 3001 .84 and .78, 4095 .82 and .86;
+// with float32 parameters 4095 .79 and .63, 12289 .48 and .47.
+bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
+  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
+  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x ||
+      problem.cols <= kWarpSize || problem.cols > most_threads * kMostElementColumns) {
+    return false;
+  }
+  ForwardPlan plan;
+  shape_elements(plan, problem);
+  return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
+}
+
+bool forward_ring_runs(const ForwardProblem& problem, int64_t chunks,
+                       const DeviceProperties& device) {
+  constexpr int kRingBytes = 227 * 1024;
+  const int blocks = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
+  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
+         problem.one_dtype && problem.x_dtype != DType::kFloat64 &&
+         chunks <= block_chunks(kForwardChunks) * blocks;
+}
+
 // `uneven`: rows end within a chunk, and so are never aligned.
-Kernel choose_forward_kernel(int64_t chunks, bool uneven, const DeviceProperties& device,
-                             const PlanRequest& request) {
+Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool uneven,
+                             const DeviceProperties& device, const PlanRequest& request) {
   if (request.kernel && forward_runs(*request.kernel, chunks, device)) {
     return *request.kernel;
   }
+  const bool rings = forward_ring_runs(problem, chunks, device);
+  if (request.kernel == Kernel::kRing && rings) return Kernel::kRing;
+  if (elements_run(problem, device)) return Kernel::kElements;
   // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
   if (chunks <= (uneven ? kWarpSize / 2 : kWarpSize) * kRegisterChunks) return Kernel::kShortRows;
-  for (Kernel kernel : {Kernel::kRows, Kernel::kCluster}) {
-    if (forward_runs(kernel, chunks, device)) return kernel;
-  }
-  return Kernel::kSplit;
+  if (forward_runs(Kernel::kRows, chunks, device)) return Kernel::kRows;
+  if (rings) return Kernel::kRing;
+  return forward_runs(Kernel::kCluster, chunks, device) ? Kernel::kCluster : Kernel::kSplit;
 }
 
 // A row in one warp or less. Blocks have about 4 KB of x, in one row or many: the smallest and most
@@ -418,6 +469,33 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
   plan.shared_chunks = forward_shared_chunks(plan.vectorized);
 }
 
+// Blocks of the ring: one on nearly every multiprocessor. In pairs all find a place: 4096 x 65536
+// bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58. Larger
+// clusters do not fit into what is left of some GPCs; one that has to wait for another's end
+// doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
+int64_t forward_ring_teams(int cluster_size, const DeviceProperties& device) {
+  const int sms = device.sm_count;
+  if (cluster_size == kLargeClusterSize) return device.large_clusters;
+  return std::max(1, (cluster_size == 2 ? sms - 2 : sms - sms / 7) / cluster_size);
+}
+
+// Rows as in kCluster, and those that it cannot hold in kLargeClusterSize blocks.
+void shape_forward_ring(ForwardPlan& plan, int64_t rows, int64_t chunks,
+                        const DeviceProperties& device, const PlanRequest& request) {
+  plan.kernel = Kernel::kRing;
+  plan.chunks_per_thread = kForwardChunks;
+  plan.cluster_size = chunks <= block_chunks(kForwardChunks) * kMaxClusterSize
+                          ? choose_cluster_size(chunks, block_chunks(kForwardChunks), request)
+                          : kLargeClusterSize;
+  plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
+  // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
+  // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
+  constexpr int64_t kFewTurns = 8;
+  const int64_t teams = forward_ring_teams(plan.cluster_size, device);
+  const int64_t turns = ceil_div(rows, teams);
+  plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,
@@ -426,7 +504,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
   const bool uneven = problem.cols % columns != 0;
   ForwardPlan plan;
-  plan.kernel = choose_forward_kernel(chunks, uneven, device, request);
+  plan.kernel = choose_forward_kernel(problem, chunks, uneven, device, request);
   plan.vectorized = problem.aligned && !uneven;
   switch (plan.kernel) {
     case Kernel::kShortRows:
@@ -438,9 +516,14 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);
       break;
+    case Kernel::kElements:
+      shape_elements(plan, problem);
+      break;
     case Kernel::kFewRows:
+      break;
     case Kernel::kRing:
-      break;  // of the backward
+      shape_forward_ring(plan, problem.rows, chunks, device, request);
+      return plan;
     case Kernel::kSplit:
       plan.chunks_per_thread = kForwardChunks;
       plan.shared_chunks = kForwardChunks - kRegisterChunks;
@@ -485,6 +568,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   int64_t ring_blocks = 0;
   if (ring && !forced_other) ring_blocks = shape_ring(plan, *ring, problem, device);
   switch (plan.kernel) {
+    case Kernel::kElements:
     case Kernel::kFewRows:
     case Kernel::kRing:
       break;

@@ -6,9 +6,10 @@
 // `cluster_size` blocks. In the forward a warp holds neighbouring chunks and its lane l the chunks
 // l, l + 32, and so on of them; in the backward thread t owns the chunks t, t + threads_per_row.
 //
-// What fixes the order of summation of y and dx (kernel, chunks_per_thread, threads_per_row,
-// cluster_size, segments) depends on the row's width, the dtypes and the device alone, never on the
-// number of rows or on alignment: a row's result does not depend on the batch it came in.
+// What fixes the order of summation of y and dx (kernel, chunks_per_thread, columns_per_thread,
+// threads_per_row, cluster_size, segments) depends on the row's width, the dtypes and the device
+// alone, never on the number of rows or on alignment: a row's result does not depend on the batch
+// it came in.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +27,11 @@ struct DeviceProperties {
 
 enum class Kernel : uint8_t {
   kShortRows,  // forward: a row in the registers of a warp or fewer lanes
+  kElements,   // forward: a row that ends within a chunk, in single columns instead of chunks
   kRows,       // a row in one block, or in the backward a part of it
   kCluster,    // a row in a cluster of blocks (compute capability 9.0 and newer)
   kFewRows,    // backward: dx by rows, dw and db by columns, by other blocks of the same launch
-  kRing,       // backward: rows streamed through shared memory (compute capability 9.0 and newer)
+  kRing,       // rows streamed through shared memory (compute capability 9.0 and newer)
   kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
 };
 
@@ -48,15 +50,18 @@ constexpr int backward_chunks(DType x_dtype) {
 
 constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
-constexpr int kMaxThreadsPerRow = 512;  // leaves each thread 128 registers
-constexpr int kMaxClusterSize = 8;      // what every device with clusters offers
-constexpr int kLargeClusterSize = 16;   // what some offer, if their GPCs are large enough
-constexpr int kShortRowThreads = 64;    // the block of kShortRows
-constexpr int kMaxSharedBlock = 256;    // a block of the backward that several rows share
-constexpr int kMaxRingThreads = 640;    // the largest block of kRing
-constexpr int kMinTileLanes = 4;        // chunks of a row in a tile of kTiles: at least
-constexpr int kMaxTileLanes = 8;        // and at most
-constexpr int kSegmentThreads = 256;    // the block of a kSplit segment
+constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
+constexpr int kMaxClusterSize = 8;       // what every device with clusters offers
+constexpr int kLargeClusterSize = 16;    // what some offer, if their GPCs are large enough
+constexpr int kShortRowThreads = 64;     // the block of kShortRows
+constexpr int kMaxSharedBlock = 256;     // a block of the backward that several rows share
+constexpr int kMaxRingThreads = 640;     // the largest block of kRing
+constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles: at least
+constexpr int kMaxTileLanes = 8;         // and at most
+constexpr int kElementRowThreads = 128;  // the block of kElements
+constexpr int kLeastElementLanes = 8;    // of a row of kElements
+constexpr int kMostElementColumns = 32;  // of a lane of kElements
+constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
 // threads.
@@ -71,11 +76,20 @@ constexpr int forward_shared_bytes(int shared_chunks, bool vectorized) {
   return (shared_chunks * kWarpSize + stage) * kChunkBytes;
 }
 
+// Rows that a lane of kElements holds together, which share what it reads of weight and bias.
+constexpr int kElementRows = 2;
+
+// Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
+constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {
+  return rows * (kWarpSize * columns_per_thread * element_bytes + kChunkBytes);
+}
+
 struct ForwardPlan {
   Kernel kernel = Kernel::kRows;
   int chunks_per_thread = 1;
+  int columns_per_thread = 0;  // kElements, which has no chunks
   int threads_per_row = 1;
-  int rows_per_block = 1;
+  int rows_per_block = 1;   // kRing: under way side by side
   int shared_chunks = 0;    // of each thread's, the ones that are not in registers
   int rows_per_thread = 1;  // of which a thread holds its chunks together
   int cluster_size = 1;
@@ -124,7 +138,9 @@ struct ForwardProblem {
   int64_t rows = 0;
   int64_t cols = 0;
   DType x_dtype = DType::kFloat32;
-  bool aligned = true;  // every row of every tensor starts at a multiple of its chunk's size
+  bool aligned = true;    // every row of every tensor starts at a multiple of its chunk's size
+  bool one_dtype = true;  // y, weight and bias have x's
+  bool y_as_x = true;     // y has x's dtype
 };
 
 struct BackwardProblem {

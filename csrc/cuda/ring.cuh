@@ -9,8 +9,6 @@
 // ahead: a warp posts its sums of row i + 1 before it waits for all of row i's.
 #pragma once
 
-#include <atomic>
-
 #include "async.cuh"
 #include "launch.cuh"
 #include "row_sums.cuh"
@@ -597,22 +595,6 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   if (merges) meet();  // no block leaves while others read from it
 }
 
-// Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
-// more blocks than all devices offer.
-template <RingSpan kSpan>
-cudaError_t allow_blocks(const void* kernel, int bytes, std::atomic<uint64_t>& prepared) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (error != cudaSuccess || (prepared.load(std::memory_order_relaxed) & bit) != 0) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && kSpan == RingSpan::kCluster) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-  if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
-  return error;
-}
-
 // How many clusters of kLargeClusterSize of the ring's largest blocks run side by side.
 template <class X>
 cudaError_t count_ring_clusters(int& count) {
@@ -620,7 +602,7 @@ cudaError_t count_ring_clusters(int& count) {
   constexpr int kBytes = kRingRowWarps * kRingWarpBytes<X, RingSpan::kCluster, true>;
   std::atomic<uint64_t> prepared{0};
   const cudaError_t error =
-      allow_blocks<RingSpan::kCluster>(reinterpret_cast<const void*>(kernel), kBytes, prepared);
+      allow_blocks(reinterpret_cast<const void*>(kernel), kBytes, true, prepared);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(kLargeClusterSize);
@@ -651,8 +633,9 @@ cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cu
     const int threads = plan.threads_per_row * plan.rows_per_block;
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
-    const cudaError_t error = allow_blocks<kSpan>(reinterpret_cast<const void*>(kernel),
-                                                  kMostWarps * kWarpBytes, prepared);
+    const cudaError_t error =
+        allow_blocks(reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes,
+                     kSpan == RingSpan::kCluster, prepared);
     if (error != cudaSuccess) return error;
     return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
                           threads / kWarpSize * kWarpBytes, stream, p);

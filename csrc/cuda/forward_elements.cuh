@@ -1,0 +1,354 @@
+// The forward of rows that end within a chunk, column by column: wherever such rows begin, no chunk
+// of theirs need be shifted into place. y passes through shared memory and leaves it in whole
+// granules.
+//
+// A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
+// them apart. Short rows have few lanes, for sums over lanes take their time: as many that each has
+// at most kMostElementColumns columns. Longer rows are shared out evenly among warps.
+#pragma once
+
+#include "forward_parameters.cuh"
+#include "launch.cuh"
+#include "moments.cuh"
+
+namespace fastnorm::cuda {
+
+// Columns that a lane has side by side.
+template <class X>
+constexpr int kSideBySide = kIs16Bit<X> ? 2 : 1;
+
+// kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane.
+template <class X, int kLanes, int kSteps, int kWhole, int kRows>
+class ElementTile {
+ public:
+  static constexpr int kCount = kSideBySide<X>;
+  static constexpr int kStep = kLanes * kCount;
+
+  __device__ __forceinline__ explicit ElementTile(int cols)
+      : column_(static_cast<int>(threadIdx.x) % kLanes * kCount), left_(cols - column_) {}
+
+  // Addresses of this lane's first column: what is added to them is constant.
+  __device__ __forceinline__ void load(int r, const X* row) {
+    const X* const mine = row + column_;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values_[r][s][i] = has(s, i) ? widen(mine[s * kStep + i]) : 0;
+      }
+    }
+  }
+
+  // In two passes. Differences from the first column are averaged: equal columns have exactly their
+  // value as mean.
+  __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], float inverse_cols) {
+    float first[kRows], sums[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      first[r] = __shfl_sync(kAllLanes, values_[r][0][0], 0, kLanes);
+      sums[r] = sum([&](int s, int i, float sum) {
+        const float difference = values_[r][s][i] - first[r];
+        return fma(has(s, i) ? difference : 0.f, inverse_cols, sum);
+      });
+    }
+    sum_lanes<kLanes>(sums);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      sets[r].mean = first[r] + sums[r];
+      sums[r] = sum([&](int s, int i, float sum) {
+        const float delta = values_[r][s][i] - sets[r].mean;
+        const float present = has(s, i) ? delta : 0.f;
+        return fma(present, present, sum);
+      });
+    }
+    sum_lanes<kLanes>(sums);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sets[r].m2 = sums[r];
+  }
+
+  // Puts y of row r from place(r) on. Weight and bias are read once for all rows; as pairs where
+  // both are there and aligned. `first_column`: of the row, where the warp's begin.
+  template <class W, class Place>
+  __device__ __forceinline__ void put(const SetMoments<float> (&sets)[kRows],
+                                      const float (&rstd)[kRows], const W* weight, const W* bias,
+                                      int first_column, const Place& place) const {
+    const W* const lane_weight = weight + first_column + column_;
+    const W* const lane_bias = bias + first_column + column_;
+    const auto put_by = [&](const auto& parameter) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        float weights[kCount], biases[kCount];
+        parameter(weight != nullptr, lane_weight, s, 1.f, weights);
+        parameter(bias != nullptr, lane_bias, s, 0.f, biases);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const auto y = [&](int i) {
+            const float xhat = (values_[r][s][i] - sets[r].mean) * rstd[r];
+            return fma(xhat, weights[i], biases[i]);
+          };
+          X* const target = place(r) + column_ + s * kStep;
+          Pack<X, 2> pair;
+          pair.set_pair(0, y(0), y(kCount - 1));
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) {
+            if (has(s, i)) target[i] = pair.element(i);
+          }
+        }
+      }
+    };
+    const auto single = [&](bool present, const W* mine, int s, float absent,
+                            float (&values)[kCount]) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = absent;
+        if (present && has(s, i)) values[i] = widen(mine[s * kStep + i]);
+      }
+    };
+    constexpr uintptr_t kAccess = kCount * sizeof(W);
+    const bool aligned =
+        (reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(bias)) % kAccess == 0;
+    if (weight != nullptr && bias != nullptr && aligned) {
+      put_by([&](bool, const W* mine, int s, float absent, float (&values)[kCount]) {
+        if (kCount == 1 || !has_whole(s)) return single(true, mine, s, absent, values);
+        const auto pair = *reinterpret_cast<const Pack<W, 2>*>(mine + s * kStep);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = pair.template get<float>(i);
+      });
+    } else {
+      put_by(single);
+    }
+  }
+
+ private:
+  float values_[kRows][kSteps][kCount];
+  const int column_;  // this lane's first
+  const int left_;    // columns from there on
+
+  __device__ __forceinline__ bool has_whole(int s) const { return s < kWhole; }
+
+  __device__ __forceinline__ bool has(int s, int i) const {
+    return has_whole(s) || s * kStep + i < left_;
+  }
+
+  // Of this lane's columns, each added by add(s, i, sum).
+  template <class Add>
+  __device__ __forceinline__ float sum(const Add& add) {
+    float parts[2] = {};
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float& part = parts[(s * kCount + i) % 2];
+        part = add(s, i, part);
+      }
+    }
+    return parts[0] + parts[1];
+  }
+};
+
+// Writes `count` elements to `target`. They are staged from as far into a granule on as `target` is
+// into one. The whole warp comes here.
+template <int kCapacity, class X>
+__device__ __forceinline__ void write_staged(X* target, const X* staged, int count) {
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
+  const int lane = threadIdx.x % kWarpSize;
+  const int begin = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kChunkBytes / sizeof(X));
+  const int end = begin + count, whole = end / kElements;
+  X* const origin = target - begin;
+#pragma unroll
+  for (int first = 0; first < kCapacity / kElements + 1; first += kWarpSize) {
+    const int i = first + lane;
+    if (i < whole && (i > 0 || begin == 0)) {
+      reinterpret_cast<uint4*>(origin)[i] = reinterpret_cast<const uint4*>(staged)[i];
+    }
+  }
+  // The elements before the first whole granule and after the last one.
+  const int part = lane / kElements;
+  const int i = (part == 0 ? 0 : whole * kElements) + lane % kElements;
+  const bool outside = part == 0 ? begin > 0 : part == 1 && (whole > 0 || begin == 0);
+  if (outside && i >= begin && i < end) origin[i] = staged[i];
+}
+
+template <class X, class W, int kLanes, int kSteps, int kRows>
+__global__ void __launch_bounds__(kElementRowThreads)
+    forward_elements(const ForwardParameters<X, X, W> p) {
+  // Rows are planned so that the last two pairs of columns may be missing, and no others.
+  constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
+  using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows>;
+  constexpr int kTeams = kWarpSize / kLanes;  // rows side by side
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
+  constexpr int kCapacity = kTeams * kRows * kSteps * Tile::kStep;
+  __shared__ alignas(16) X stages[kElementRowThreads / kWarpSize][kCapacity + kElements];
+
+  const int warp = threadIdx.x / kWarpSize;
+  const int team = threadIdx.x % kWarpSize / kLanes;
+  constexpr int kWarpRows = kTeams * kRows;
+  const int64_t first_row =
+      (static_cast<int64_t>(blockIdx.x) * (kElementRowThreads / kWarpSize) + warp) * kWarpRows;
+  if (first_row >= p.rows) return;
+  const int cols = static_cast<int>(p.cols);
+  const auto row_of = [&](int r) { return first_row + r * kTeams + team; };
+
+  Tile tile(cols);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    // Beyond the last row, that one again.
+    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
+  }
+  SetMoments<float> sets[kRows];
+  tile.moments(sets, p.inverse_cols);
+  float rstd[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
+    if (threadIdx.x % kLanes == 0 && row_of(r) < p.rows) {
+      p.mean[row_of(r)] = sets[r].mean;
+      p.rstd[row_of(r)] = rstd[r];
+    }
+  }
+  X* const y = p.y + first_row * p.cols;
+  X* const staged =
+      stages[warp] + reinterpret_cast<uintptr_t>(y) % kChunkBytes / sizeof(X) + team * cols;
+  tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * kTeams * cols; });
+  __syncwarp();
+  const int64_t rows = p.rows - first_row;
+  write_staged<kCapacity>(y, stages[warp],
+                          static_cast<int>(rows < kWarpRows ? rows : kWarpRows) * cols);
+}
+
+// Rows that the warps of a block hold together. The first warps have p.warp_steps steps of pairs of
+// columns each, those from p.first_longer_warp on one more.
+template <class X, class W, int kSteps, int kRows>
+__global__ void __launch_bounds__(kMaxThreadsPerRow)
+    forward_long_elements(const ForwardParameters<X, X, W> p) {
+  constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
+  using Tile = ElementTile<X, kWarpSize, kSteps, kWhole, kRows>;
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
+  constexpr int kCapacity = kSteps * Tile::kStep;
+  constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
+  extern __shared__ uint4 element_stages[];
+  __shared__ SetMoments<float> warp_moments[kRows][kMaxWarps];
+
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kRows;
+  const auto begin_of = [&](int w) {
+    const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
+    return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
+  };
+  const int begin = begin_of(warp), cols = begin_of(warp + 1) - begin;
+
+  Tile tile(cols);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    // Beyond the last row, that one again.
+    const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
+    tile.load(r, p.x + row * p.x_row_stride + begin);
+  }
+  SetMoments<float> sets[kRows];
+  tile.moments(sets, quotient(1.f, static_cast<float>(cols)));
+  if (lane == 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = sets[r];
+  }
+  __syncthreads();
+  // Each half of the warp merges all sets.
+  const int set = lane % kMaxWarps;
+  const float count = set < warps ? static_cast<float>(begin_of(set + 1) - begin_of(set)) : 0.f;
+  float rstd[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    sets[r] = merge_lanes<kMaxWarps>(set < warps ? warp_moments[r][set] : SetMoments<float>(),
+                                     count, p.inverse_cols);
+    rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
+    if (threadIdx.x == 0 && first_row + r < p.rows) {
+      p.mean[first_row + r] = sets[r].mean;
+      p.rstd[first_row + r] = rstd[r];
+    }
+  }
+  X* const stages = reinterpret_cast<X*>(element_stages) + warp * kRows * (kCapacity + kElements);
+  const auto stage_of = [&](int r) { return stages + r * (kCapacity + kElements); };
+  const auto y_of = [&](int r) { return p.y + (first_row + r) * p.cols + begin; };
+  X* staged[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    staged[r] = stage_of(r) + reinterpret_cast<uintptr_t>(y_of(r)) % kChunkBytes / sizeof(X);
+  }
+  tile.put(sets, rstd, p.weight, p.bias, begin, [&](int r) { return staged[r]; });
+  __syncwarp();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_row + r < p.rows) write_staged<kCapacity>(y_of(r), stage_of(r), cols);
+  }
+}
+
+template <class X, class W, int kSteps, int kRows>
+cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
+                                 cudaStream_t stream) {
+  const auto kernel = forward_long_elements<X, W, kSteps, kRows>;
+  static std::atomic<uint64_t> prepared{0};  // a bit per device
+  const int most_bytes = kMaxThreadsPerRow / kWarpSize *
+                         element_stage_bytes(plan.columns_per_thread, kRows, sizeof(X));
+  const cudaError_t error =
+      allow_blocks(reinterpret_cast<const void*>(kernel), most_bytes, false, prepared);
+  if (error != cudaSuccess) return error;
+  constexpr int64_t kStep = 2 * kWarpSize;
+  const int warps = plan.threads_per_row / kWarpSize;
+  const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
+  p.warp_steps = steps / warps;
+  p.first_longer_warp = warps - steps % warps;
+  return launch_dynamic(kernel, plan.blocks, dim3(plan.threads_per_row), 1, plan.shared_bytes,
+                        stream, p);
+}
+
+template <class X, class W>
+cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
+                            cudaStream_t stream) {
+  const auto launch_lanes = [&](auto lanes, auto pairs) {
+    constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
+    if constexpr (kLanes > kLeastElementLanes && kColumns <= kMostElementColumns / 2) {
+      return cudaErrorInvalidValue;  // half the lanes hold such rows
+    } else {
+      constexpr int kSteps = kColumns / kSideBySide<X>;
+      return launch(forward_elements<X, W, kLanes, kSteps, kElementRows>, plan.blocks,
+                    dim3(kElementRowThreads), 1, stream, p);
+    }
+  };
+  const auto launch_pairs = [&](auto pairs) {
+    constexpr int kColumns = 2 * decltype(pairs)::value;
+    if constexpr (kColumns > kMostElementColumns / 2) {
+      if (plan.threads_per_row > kWarpSize) {
+        return launch_long_elements<X, W, kColumns / kSideBySide<X>, kElementRows>(p, plan, stream);
+      }
+    }
+    switch (plan.threads_per_row) {
+      case kLeastElementLanes:
+        return launch_lanes(std::integral_constant<int, kLeastElementLanes>(), pairs);
+      case 16:
+        return launch_lanes(std::integral_constant<int, 16>(), pairs);
+      case 32:
+        return launch_lanes(std::integral_constant<int, 32>(), pairs);
+    }
+    return cudaErrorInvalidValue;
+  };
+  switch (plan.columns_per_thread / 2) {
+    case 4:
+      return launch_pairs(std::integral_constant<int, 4>());
+    case 6:
+      return launch_pairs(std::integral_constant<int, 6>());
+    case 8:
+      return launch_pairs(std::integral_constant<int, 8>());
+    case 10:
+      return launch_pairs(std::integral_constant<int, 10>());
+    case 12:
+      return launch_pairs(std::integral_constant<int, 12>());
+    case 14:
+      return launch_pairs(std::integral_constant<int, 14>());
+    case 16:
+      return launch_pairs(std::integral_constant<int, 16>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fastnorm::cuda

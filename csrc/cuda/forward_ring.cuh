@@ -1,0 +1,486 @@
+// The forward of rows that a cluster of blocks holds, by blocks that stay. The order of summation
+// is that of forward_rows, so that results are the same bit for bit.
+//
+// Every thread copies its own chunks of the rows to come into a ring in shared memory, reads them
+// twice from there (for the moments, then for y) and refills the slot. As threads read only what
+// they, or in unaligned rows their warp, copied themselves, the ring needs no barrier. Weight and
+// bias stay in registers, packed: read again for each row they take as much of the L2 cache's
+// bandwidth as two rows of x.
+//
+// Moments are exchanged through barriers in shared memory, one row ahead: a warp posts those of row
+// i + 1 before it waits for all of row i's. The warps of a block take turns in merging what the
+// block has and sending it to all blocks of the cluster.
+#pragma once
+
+#include <algorithm>
+
+#include "async.cuh"
+#include "forward_parameters.cuh"
+#include "launch.cuh"
+#include "row_tile.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X>
+struct ForwardRingParameters {
+  int64_t rows;
+  int cols;
+  float eps;
+  float inverse_cols;
+  const X* x;
+  const X* x_end;  // of the last row
+  int64_t x_row_stride;
+  int64_t x_step, y_step;  // bytes between a cluster's rows
+  const X* weight;
+  const X* bias;
+  X* y;
+  float* mean;
+  float* rstd;
+  int clusters;  // each with a row at a time
+  int cluster_size;
+};
+
+constexpr int kForwardWarps = kMaxThreadsPerRow / kWarpSize;  // of a block
+constexpr int kForwardExchanges = 4;  // rows whose moments may be on their way at once
+
+constexpr int kForwardStages = 3;  // rows under way, those being summed and written among them
+
+// Granules of a row and warp. An unaligned row reaches into one more.
+template <bool kVectorized>
+constexpr int kForwardGranules = kWarpSize * kForwardChunks + (kVectorized ? 0 : 1);
+
+template <bool kVectorized>
+constexpr int kForwardRingBytes = kForwardStages * kForwardGranules<kVectorized> * kChunkBytes;
+
+// Keeps the compiler from unpacking a pair of 16-bit elements before the loop, into registers that
+// it does not have.
+template <class X, int kColumns>
+__device__ __forceinline__ void keep_packed(Pack<X, kColumns>& pack) {
+  if constexpr (kIs16Bit<X>) {
+#pragma unroll
+    for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
+  }
+}
+
+// The element of X at an address in shared memory.
+template <class X>
+__device__ __forceinline__ float load_element(unsigned address) {
+  if constexpr (kIs16Bit<X>) {
+    uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+    return widen(*reinterpret_cast<const X*>(&bits));
+  } else {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+  }
+}
+
+// Copies an element of kSize bytes from shared memory to device memory.
+template <int kSize>
+__device__ __forceinline__ void store_element(char* target, unsigned source) {
+  if constexpr (kSize == 2) {
+    uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(source) : "memory");
+    *reinterpret_cast<uint16_t*>(target) = bits;
+  } else {
+    uint32_t bits;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(source) : "memory");
+    *reinterpret_cast<uint32_t*>(target) = bits;
+  }
+}
+
+// Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
+// any element: in whole granules but for the first and the last one. The whole warp comes here.
+template <int kSize>
+__device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int bytes) {
+  constexpr int kChunks = kForwardChunks;
+  constexpr int kStep = kWarpSize * kChunkBytes;
+  constexpr int kTogether = 2;
+  const int lane = threadIdx.x % kWarpSize;
+  const int shifted = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kChunkBytes);
+  const bool whole = bytes == kChunks * kStep;
+  char* const granules = target + lane * kChunkBytes - shifted;
+  // Granule j of device memory has the last bytes of chunk j - 1 and the first of chunk j.
+#pragma unroll
+  for (int k = 0; k < kChunks; k += kTogether) {
+    Granule chunks[kTogether];
+    if (shifted == 0) {
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) chunks[j] = load_shared(slot + (k + j) * kStep);
+    } else {
+      Granule before[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        chunks[j] = load_shared(slot + (k + j) * kStep);
+        const bool first = k + j == 0 && lane == 0;
+        before[j] = load_shared(slot + (k + j) * kStep - (first ? 0 : kChunkBytes));
+      }
+      with_offset(kChunkBytes - shifted, [&](auto word, int bits) {
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          chunks[j] = shift<decltype(word)::value>(before[j], chunks[j], bits);
+        }
+      });
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const int at = (k + j) * kStep + lane * kChunkBytes - shifted;
+      if ((k + j > 0 || at >= 0) && (whole || at + kChunkBytes <= bytes)) {
+        *reinterpret_cast<uint4*>(granules + (k + j) * kStep) = make_uint4(
+            chunks[j].words[0], chunks[j].words[1], chunks[j].words[2], chunks[j].words[3]);
+      }
+    }
+  }
+  // The elements before the first whole granule and after the last one.
+  const int head = shifted > 0 ? min(kChunkBytes - shifted, bytes) : 0;
+  const int tail = (bytes + shifted) / kChunkBytes * kChunkBytes - shifted;
+  const int at = lane * kSize;
+  const unsigned start = slot - lane * kChunkBytes;
+  if (at < head) store_element<kSize>(target + at, start + at);
+  if (tail >= 0 && at < kChunkBytes && tail + at < bytes) {
+    store_element<kSize>(target + tail + at, start + tail + at);
+  }
+}
+
+// The exchange of a row's moments within its cluster.
+class MomentsExchange {
+ public:
+  using Set = SetMoments<float>;
+
+  struct Storage {
+    // [exchange][warp of the block] and [exchange][block of the cluster]: a mean and an m2 each
+    alignas(16) float warps[kForwardExchanges][kForwardWarps][2];
+    float blocks[kForwardExchanges][kLargeClusterSize][2];
+    uint64_t warp_barriers[kForwardExchanges];
+    uint64_t block_barriers[kForwardExchanges];
+  };
+
+  // All threads of the block must come here, and then meet at a barrier of the cluster.
+  // `size`: columns of a warp.
+  __device__ __forceinline__ MomentsExchange(Storage& storage, int size, int cols,
+                                             float inverse_cols, int cluster_size)
+      : storage_(storage),
+        warp_(threadIdx.x / kWarpSize),
+        warps_(blockDim.x / kWarpSize),
+        size_(size),
+        cols_(cols),
+        inverse_cols_(inverse_cols),
+        cluster_size_(cluster_size) {
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int i = 0; i < kForwardExchanges; ++i) {
+        init_barrier(shared_address(&storage.warp_barriers[i]), warps_);
+        init_barrier(shared_address(&storage.block_barriers[i]), 1);
+      }
+      publish_barriers();
+    }
+  }
+
+  __device__ __forceinline__ void post(int row, const Set& moments) {
+    const int turn = row % kForwardExchanges;
+    if (threadIdx.x % kWarpSize == 0) {
+      *sets(storage_.warps[turn][warp_]) = moments;
+      arrive(shared_address(&storage_.warp_barriers[turn]));
+    }
+  }
+
+  // After post and before collect: one warp sends what all have posted.
+  __device__ __forceinline__ void relay(int row) const {
+    if (row % warps_ != warp_) return;
+    const int turn = row % kForwardExchanges;
+    const int lane = threadIdx.x % kWarpSize;
+    const int rank = cluster_rank();
+    const int block_size = warps_ * size_;
+    const float block_cols = columns_of_set<float>(cols_, block_size, rank);
+    const unsigned barrier = shared_address(&storage_.block_barriers[turn]);
+    if (lane == 0) arrive_and_expect(barrier, cluster_size_ * static_cast<int>(sizeof(Set)));
+    wait_barrier<false>(shared_address(&storage_.warp_barriers[turn]), phase(row));
+    const Set moments = merge_sets(sets(storage_.warps[turn][0]), static_cast<int>(block_cols),
+                                   size_, quotient(1.f, block_cols));
+    if (lane < cluster_size_) {
+      store_async(remote_address(shared_address(&storage_.blocks[turn][rank]), lane), moments.mean,
+                  moments.m2, remote_address(barrier, lane));
+    }
+  }
+
+  // The moments of a row.
+  __device__ __forceinline__ Set collect(int row) const {
+    const int turn = row % kForwardExchanges;
+    wait_barrier<true>(shared_address(&storage_.block_barriers[turn]), phase(row));
+    return merge_sets(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
+  }
+
+ private:
+  Storage& storage_;
+  const int warp_, warps_, size_, cols_;
+  const float inverse_cols_;
+  const int cluster_size_;
+
+  static __device__ __forceinline__ Set* sets(float* first) {
+    return reinterpret_cast<Set*>(first);
+  }
+  static __device__ __forceinline__ int phase(int row) { return row / kForwardExchanges % 2; }
+};
+
+template <class X, bool kVectorized>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+    forward_ring(const ForwardRingParameters<X> p) {
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr int kChunks = kForwardChunks;
+  constexpr int kStages = kForwardStages;
+  constexpr unsigned kStageBytes = kForwardGranules<kVectorized> * kChunkBytes;
+  constexpr unsigned kStep = kWarpSize * kChunkBytes;  // between a lane's chunks
+  constexpr int kTogether = 2;  // chunks of an unaligned row that are shifted together
+  using Chunk = Pack<X, kColumns>;
+  using RowSpan = Span<X, kChunks>;
+  using Set = SetMoments<float>;
+  extern __shared__ __align__(16) unsigned char ring_memory[];
+  __shared__ MomentsExchange::Storage storage;
+
+  // Who owns what: as in forward_rows.
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  const int rank = cluster_rank();
+  const int begin = (rank * static_cast<int>(blockDim.x / kWarpSize) + warp) * RowSpan::kSize;
+  const RowSpan span{begin, p.cols - begin, lane};
+  const bool whole = span.whole();
+  const int run = max(0, min(span.cols, RowSpan::kSize));  // columns of the warp
+
+  // Rows of this cluster: `first`, first + clusters, ...; `count` of them.
+  const int first = blockIdx.x / p.cluster_size;
+  const int count = static_cast<int>((p.rows - 1 - first) / p.clusters) + 1;
+
+  const unsigned ring =
+      shared_address(ring_memory) + warp * kForwardRingBytes<kVectorized> + lane * kChunkBytes;
+  const auto next_slot = [&](unsigned slot) {
+    slot += kStageBytes;
+    return slot == ring + kStages * kStageBytes ? ring : slot;
+  };
+
+  // ---- copies into the ring
+
+  // Of the warp's run in the row to be copied next; with kVectorized of this lane's first chunk.
+  const int64_t lane_offset = begin + (kVectorized ? lane * kColumns : 0);
+  const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + lane_offset);
+  unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
+
+  const auto copy_elements = [&](unsigned target, const char* source, int bytes) {
+#pragma unroll 1
+    for (int at = 0; at < bytes; at += kSize) {
+      if constexpr (kSize == 2) {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
+                     "h"(*reinterpret_cast<const uint16_t*>(source + at))
+                     : "memory");
+      } else {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + at),
+                     "r"(*reinterpret_cast<const uint32_t*>(source + at))
+                     : "memory");
+      }
+    }
+  };
+  // The granules in which an unaligned run lies.
+  const auto copy_run = [&](unsigned slot) {
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % kChunkBytes);
+    const char* granules = x - offset + lane * kChunkBytes;
+    const int64_t to_end = reinterpret_cast<const char*>(p.x_end) - granules;
+    if (whole && to_end >= static_cast<int64_t>(kStageBytes)) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) copy_async(slot + k * kStep, granules + k * kStep);
+      if (lane == 0 && offset > 0) copy_async(slot + kChunks * kStep, granules + kChunks * kStep);
+      return;
+    }
+    const int bytes = run > 0 ? offset + run * kSize : 0;
+#pragma unroll
+    for (int k = 0; k <= kChunks; ++k) {
+      const int at = k * static_cast<int>(kStep);
+      if (at + lane * kChunkBytes < bytes && (k < kChunks || lane == 0)) {
+        const int64_t rest = to_end - at;
+        if (rest >= kChunkBytes) {
+          copy_async(slot + at, granules + at);
+        } else {  // the tensor's last granule, of which not all is the tensor's
+          copy_elements(slot + at, granules + at, static_cast<int>(rest));
+        }
+      }
+    }
+  };
+  const auto copy_row = [&](unsigned slot, int i) {
+    if (i < count) {
+      if constexpr (kVectorized) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (whole || span.has(k)) copy_async(slot + k * kStep, x + k * kStep);
+        }
+      } else {
+        copy_run(slot);
+      }
+      x += p.x_step;
+    }
+    commit_copies();
+  };
+
+  // ---- the start: what is small first, for it would wait behind the copies that fill the ring
+
+  MomentsExchange exchange(storage, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
+  cluster_arrive();
+  Chunk weight[kChunks], bias[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    const int left = span.cols - (k * kWarpSize + lane) * kColumns;
+    const auto load = [&](const X* parameters, float absent) {
+      return parameters == nullptr
+                 ? fill_pack<X, kColumns>(absent)
+                 : load_pack<kVectorized, X, kColumns>(parameters + span.column(k), left);
+    };
+    weight[k] = load(p.weight, 1);
+    bias[k] = load(p.bias, 0);
+  }
+#pragma unroll 1
+  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes, s);
+
+  // ---- a row
+
+  // Moments of the warp's span; leaves the chunks of an unaligned one where they belong.
+  const auto sum_span = [&](unsigned slot, auto is_whole) {
+    constexpr bool kWhole = decltype(is_whole)::value;
+    ThreadMoments<float> thread;
+    if constexpr (kVectorized) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        thread.add_chunk(k, to_pack<X, kColumns>(load_shared(slot + k * kStep)),
+                         kWhole || span.has(k));
+      }
+    } else {
+      __syncwarp();  // the lanes' copies have arrived
+      const int offset = static_cast<int>(x_low % kChunkBytes);
+#pragma unroll
+      for (int k = 0; k < kChunks; k += kTogether) {
+        Granule chunks[kTogether], beyond[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          chunks[j] = load_shared(slot + (k + j) * kStep);
+          beyond[j] = load_shared(slot + (k + j) * kStep + kChunkBytes);
+        }
+        __syncwarp();  // the lane before has read this one's
+        with_offset(offset, [&](auto word, int bits) {
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            chunks[j] = shift<decltype(word)::value>(chunks[j], beyond[j], bits);
+          }
+        });
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          store_shared(slot + (k + j) * kStep, chunks[j]);
+          thread.add_chunk(k + j, to_pack<X, kColumns>(chunks[j]), kWhole || span.has(k + j));
+        }
+      }
+      if (!kWhole && span.tail() > 0) {
+        __syncwarp();
+        if (lane < span.tail()) {
+          const unsigned place = slot - lane * kChunkBytes + (span.tail_column() - begin) * kSize;
+          thread.add(load_element<X>(place));
+        }
+      }
+      x_low += static_cast<unsigned>(p.x_step);
+    }
+    float inverse = 1.f / RowSpan::kSize;
+    if (!kWhole) inverse = span.cols > 0 ? quotient(1.f, static_cast<float>(span.cols)) : 0.f;
+    return merge_lanes<kWarpSize>(Set{thread.mean, thread.m2},
+                                  kWhole ? float(kChunks * kColumns) : thread.count, inverse);
+  };
+  const auto moments_of = [&](unsigned slot) {
+    return whole ? sum_span(slot, std::true_type()) : sum_span(slot, std::false_type());
+  };
+
+  char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
+  const auto write_row = [&](unsigned slot, int i, const Set& moments) {
+    const float rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+    if (threadIdx.x == 0 && rank == 0) {
+      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
+      p.mean[row] = moments.mean;
+      p.rstd[row] = rstd;
+    }
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      keep_packed(weight[k]);
+      keep_packed(bias[k]);
+      const Chunk out = normalize<X>(to_pack<X, kColumns>(load_shared(slot + k * kStep)),
+                                     moments.mean, rstd, weight[k], bias[k]);
+      if constexpr (kVectorized) {
+        if (whole || span.has(k)) store_pack(reinterpret_cast<X*>(y + k * kStep), out);
+      } else {
+        store_shared(slot + k * kStep, to_granule(out));  // in the place of x
+      }
+    }
+    if constexpr (!kVectorized) {
+      __syncwarp();
+      write_unaligned<kSize>(y, slot, run * kSize);
+      __syncwarp();  // before the slot is filled again
+    }
+    y += p.y_step;
+  };
+
+  // ---- all rows
+
+  cluster_wait();
+  unsigned slot = ring;
+  wait_copies<kStages - 1>();
+  exchange.post(0, moments_of(slot));
+  exchange.relay(0);
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const unsigned next = next_slot(slot);
+    if (i + 1 < count) {
+      wait_copies<kStages - 2>();
+      exchange.post(i + 1, moments_of(next));
+    }
+    write_row(slot, i, exchange.collect(i));
+    copy_row(slot, i + kStages);
+    if (i + 1 < count) exchange.relay(i + 1);
+    slot = next;
+  }
+  wait_copies<0>();
+  cluster_arrive();  // no block leaves before all have sent and received their moments
+  cluster_wait();
+}
+
+template <class X, bool kVectorized>
+cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
+                            cudaStream_t stream) {
+  const auto kernel = forward_ring<X, kVectorized>;
+  constexpr int kWarpBytes = kForwardRingBytes<kVectorized>;
+  static std::atomic<uint64_t> prepared{0};  // a bit per device
+  const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
+                                         kForwardWarps * kWarpBytes, true, prepared);
+  if (error != cudaSuccess) return error;
+  return launch_dynamic(kernel, plan.blocks, dim3(plan.threads_per_row), plan.cluster_size,
+                        plan.threads_per_row / kWarpSize * kWarpBytes, stream, p);
+}
+
+// Rows of X whose y, weight and bias have the same dtype.
+template <class X>
+cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan,
+                                cudaStream_t stream) {
+  ForwardRingParameters<X> p;
+  p.rows = args.rows;
+  p.cols = static_cast<int>(args.cols);
+  p.eps = static_cast<float>(args.eps);
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(args.cols));
+  p.x = static_cast<const X*>(args.x);
+  p.x_row_stride = args.x_row_stride;
+  p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;
+  p.weight = static_cast<const X*>(args.weight);
+  p.bias = static_cast<const X*>(args.bias);
+  p.y = static_cast<X*>(args.y);
+  p.mean = static_cast<float*>(args.mean);
+  p.rstd = static_cast<float*>(args.rstd);
+  p.clusters = static_cast<int>(plan.blocks / plan.cluster_size);
+  p.x_step = p.clusters * args.x_row_stride * static_cast<int64_t>(sizeof(X));
+  p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
+  p.cluster_size = plan.cluster_size;
+  return plan.vectorized ? launch_clusters<X, true>(p, plan, stream)
+                         : launch_clusters<X, false>(p, plan, stream);
+}
+
+}  // namespace fastnorm::cuda
