@@ -102,8 +102,9 @@ def compiled_kernels() -> set[str] | None:
     """Of the library, by cuobjdump; None where there is none."""
     if shutil.which("cuobjdump") is None:
         return None
+    library = Path(_C.__file__).parent / "lib" / "libfastnorm.so"
     listing = subprocess.run(
-        ["cuobjdump", "-res-usage", _C.__file__], capture_output=True, text=True, check=False
+        ["cuobjdump", "-res-usage", str(library)], capture_output=True, text=True, check=False
     )
     mangled = sorted(set(re.findall(r"Function (\w+):", listing.stdout + listing.stderr)))
     if not mangled:
