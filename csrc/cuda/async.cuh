@@ -30,11 +30,6 @@ __device__ __forceinline__ void store_shared(unsigned address, const Granule& gr
                : "memory");
 }
 
-// Has the L1 cache fetch the line of an address.
-__device__ __forceinline__ void prefetch_into_l1(const void* address) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
-}
-
 // Copies 16 bytes to shared memory by way of the L1 cache; the thread that asked for them may read
 // them after wait_for_copies.
 __device__ __forceinline__ void start_copy(uint4* shared, const void* global) {

@@ -172,9 +172,6 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
   }
 }
 
-// So many rows leave multiprocessors without work: weight and bias are fetched along with x.
-constexpr int kFewForwardRows = 128;
-
 // One row per block, or per cluster of blocks. kMaxThreads and kMinBlocks set the registers: with
 // 56 an SM holds three blocks of 384 threads, and 12288 columns of bfloat16 took 133 us on an H200
 // instead of 143 us with 62.
@@ -199,7 +196,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const RowSpan span{begin, cols - begin, static_cast<int>(threadIdx.x % kWarpSize)};
   RowTile<X, kChunks, kShared, kVectorized> tile(shared_chunks, span);
   tile.load(p.x + row * p.x_row_stride, p.x_end);
-  if (p.rows <= kFewForwardRows) tile.prefetch(p.weight, p.bias);
 
   SetMoments<A> moments = tile.moments();
   if (span.lane == 0) warp_moments[warp] = moments;

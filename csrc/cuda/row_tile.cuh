@@ -73,17 +73,6 @@ class RowTile {
     }
   }
 
-  // Has the L1 cache fetch weight and bias.
-  template <class W>
-  __device__ __forceinline__ void prefetch(const W* weight, const W* bias) const {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      if (!span_.has(k)) continue;
-      if (weight != nullptr) prefetch_into_l1(weight + span_.column(k));
-      if (bias != nullptr) prefetch_into_l1(bias + span_.column(k));
-    }
-  }
-
   // Before anything is made of chunks that have been read.
   static __device__ __forceinline__ void wait() {
     if constexpr (kVectorized) wait_for_copies();
