@@ -30,6 +30,37 @@ __device__ __forceinline__ void store_shared(unsigned address, const Granule& gr
                : "memory");
 }
 
+// Copies `bytes` bytes from device memory to shared memory, an element of kSize bytes at a time.
+template <int kSize>
+__device__ __forceinline__ void copy_elements(unsigned target, const char* source, int bytes) {
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += kSize) {
+    if constexpr (kSize == 2) {
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
+                   "h"(*reinterpret_cast<const uint16_t*>(source + at))
+                   : "memory");
+    } else {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + at),
+                   "r"(*reinterpret_cast<const uint32_t*>(source + at))
+                   : "memory");
+    }
+  }
+}
+
+// Copies an element of kSize bytes from shared memory to device memory.
+template <int kSize>
+__device__ __forceinline__ void store_element(char* target, unsigned source) {
+  if constexpr (kSize == 2) {
+    uint16_t bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(source) : "memory");
+    *reinterpret_cast<uint16_t*>(target) = bits;
+  } else {
+    uint32_t bits;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(source) : "memory");
+    *reinterpret_cast<uint32_t*>(target) = bits;
+  }
+}
+
 // Copies 16 bytes to shared memory by way of the L1 cache; the thread that asked for them may read
 // them after wait_for_copies.
 __device__ __forceinline__ void start_copy(uint4* shared, const void* global) {

@@ -76,20 +76,6 @@ __device__ __forceinline__ float load_element(unsigned address) {
   }
 }
 
-// Copies an element of kSize bytes from shared memory to device memory.
-template <int kSize>
-__device__ __forceinline__ void store_element(char* target, unsigned source) {
-  if constexpr (kSize == 2) {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(source) : "memory");
-    *reinterpret_cast<uint16_t*>(target) = bits;
-  } else {
-    uint32_t bits;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(source) : "memory");
-    *reinterpret_cast<uint32_t*>(target) = bits;
-  }
-}
-
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
 template <int kSize>
@@ -266,20 +252,6 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + lane_offset);
   unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
 
-  const auto copy_elements = [&](unsigned target, const char* source, int bytes) {
-#pragma unroll 1
-    for (int at = 0; at < bytes; at += kSize) {
-      if constexpr (kSize == 2) {
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
-                     "h"(*reinterpret_cast<const uint16_t*>(source + at))
-                     : "memory");
-      } else {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + at),
-                     "r"(*reinterpret_cast<const uint32_t*>(source + at))
-                     : "memory");
-      }
-    }
-  };
   // The granules in which an unaligned run lies.
   const auto copy_run = [&](unsigned slot) {
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(x) % kChunkBytes);
@@ -300,7 +272,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
         if (rest >= kChunkBytes) {
           copy_async(slot + at, granules + at);
         } else {  // the tensor's last granule, of which not all is the tensor's
-          copy_elements(slot + at, granules + at, static_cast<int>(rest));
+          copy_elements<kSize>(slot + at, granules + at, static_cast<int>(rest));
         }
       }
     }

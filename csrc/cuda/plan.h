@@ -89,7 +89,7 @@ struct ForwardPlan {
   int chunks_per_thread = 1;
   int columns_per_thread = 0;  // kElements, which has no chunks
   int threads_per_row = 1;
-  int rows_per_block = 1;   // kRing: under way side by side
+  int rows_per_block = 1;
   int shared_chunks = 0;    // of each thread's, the ones that are not in registers
   int rows_per_thread = 1;  // of which a thread holds its chunks together
   int cluster_size = 1;

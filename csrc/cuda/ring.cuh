@@ -230,20 +230,6 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   int to_copy = count;
   int64_t copied_row = first;
 
-  const auto copy_elements = [&](unsigned target, const char* source, int bytes) {
-#pragma unroll 1
-    for (int at = 0; at < bytes; at += kSize) {
-      if constexpr (kSize == 2) {
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(target + at),
-                     "h"(*reinterpret_cast<const uint16_t*>(source + at))
-                     : "memory");
-      } else {
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(target + at),
-                     "r"(*reinterpret_cast<const uint32_t*>(source + at))
-                     : "memory");
-      }
-    }
-  };
   // The granules in which an unaligned run lies.
   const auto copy_run = [&](unsigned slot, const char* source, const X* end) {
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
@@ -258,7 +244,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
         if (rest >= kChunkBytes) {
           copy_async(slot + k * chunk_step, granules + at);
         } else {  // a tensor's last granule, of which not all is the tensor's
-          copy_elements(slot + k * chunk_step, granules + at, static_cast<int>(rest));
+          copy_elements<kSize>(slot + k * chunk_step, granules + at, static_cast<int>(rest));
         }
       }
     }
@@ -439,16 +425,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
         const int tail = (bytes + shifted) / kChunkBytes * kChunkBytes - shifted;
         for (int e = lane; e < kColumns; e += lanes) {
           const auto store = [&](int at) {
-            const unsigned source = slot - lane * kChunkBytes + at;
-            if constexpr (kSize == 2) {
-              uint16_t value;
-              asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(source) : "memory");
-              *reinterpret_cast<uint16_t*>(dx + at) = value;
-            } else {
-              uint32_t value;
-              asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(source) : "memory");
-              *reinterpret_cast<uint32_t*>(dx + at) = value;
-            }
+            store_element<kSize>(dx + at, slot - lane * kChunkBytes + at);
           };
           if (e * kSize < head) store(e * kSize);
           if (tail >= 0 && tail + e * kSize < bytes) store(tail + e * kSize);
