@@ -166,6 +166,13 @@ class MomentsExchange {
   __device__ __forceinline__ void post(int row, const Set& moments) {
     const int turn = row % kForwardExchanges;
     if (threadIdx.x % kWarpSize == 0) {
+      // The turn's last row has long been relayed: by a warp that has since posted row - 2, which
+      // this warp has collected. The wait costs nothing, and says so to who looks for races.
+      if (row >= 2) {
+        const int before = row - 2;
+        wait_barrier<false>(shared_address(&storage_.warp_barriers[before % kForwardExchanges]),
+                            phase(before));
+      }
       *sets(storage_.warps[turn][warp_]) = moments;
       arrive(shared_address(&storage_.warp_barriers[turn]));
     }
@@ -188,6 +195,7 @@ class MomentsExchange {
       store_async(remote_address(shared_address(&storage_.blocks[turn][rank]), lane), moments.mean,
                   moments.m2, remote_address(barrier, lane));
     }
+    __syncwarp();  // all lanes have read the sets before lane 0 posts again
   }
 
   // The moments of a row.
