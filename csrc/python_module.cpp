@@ -49,6 +49,7 @@ constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
     {"rows", cuda::Kernel::kRows},
     {"cluster", cuda::Kernel::kCluster},
     {"few_rows", cuda::Kernel::kFewRows},
+    {"few_elements", cuda::Kernel::kFewElements},
     {"ring", cuda::Kernel::kRing},
     {"split", cuda::Kernel::kSplit}};
 constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
@@ -84,6 +85,7 @@ py::dict describe_block(const Plan& plan) {
   py::dict result;
   result["kernel"] = find_name(plan.kernel, kKernels);
   result["chunks_per_thread"] = plan.chunks_per_thread;
+  result["columns_per_thread"] = plan.columns_per_thread;
   result["threads_per_row"] = plan.threads_per_row;
   result["rows_per_block"] = plan.rows_per_block;
   result["cluster_size"] = plan.cluster_size;
@@ -105,7 +107,6 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     const cuda::ForwardPlan plan = inspection::plan_forward(
         {rows, cols, x_dtype, aligned, one_dtype, y_as_x}, device, request);
     py::dict result = describe_block(plan);
-    result["columns_per_thread"] = plan.columns_per_thread;
     result["rows_per_thread"] = plan.rows_per_thread;
     result["shared_bytes"] = plan.shared_bytes;
     return result;

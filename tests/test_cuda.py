@@ -33,7 +33,7 @@ pytestmark = pytest.mark.cuda
 
 KERNELS = ["rows", "cluster", "split"]
 FORWARD_KERNELS = ["short_rows", "elements", "ring", *KERNELS]
-BACKWARD_KERNELS = ["few_rows", "ring", *KERNELS]
+BACKWARD_KERNELS = ["few_rows", "few_elements", "elements", "ring", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
     (130, 66), (61, 511), (9, 1023), (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385),
@@ -140,22 +140,21 @@ def test_forced_backward_kernels(
     cluster_size: int,
     dtype: torch.dtype,
 ) -> None:
-    _skip_without_clusters(kernel)
-    if kernel in ("few_rows", "ring") and dtype == torch.float64:
-        pytest.skip("neither has float64")
-    if kernel not in ("cluster", "few_rows", "ring") and cluster_size > 2:
+    _skip_without_clusters("ring" if "elements" in kernel else kernel)
+    if kernel in ("few_rows", "few_elements", "elements", "ring") and dtype == torch.float64:
+        pytest.skip("none of them has float64")
+    by_block = ("few_rows", "few_elements", "elements", "ring")
+    if kernel not in ("cluster", *by_block) and cluster_size > 2:
         pytest.skip("only a cluster has a size")
-    if kernel == "few_rows":
+    if kernel in ("few_rows", "few_elements"):
         weight_grads = "tiles"
-    if (kernel, weight_grads) == ("split", "fused"):
-        pytest.skip("a row that is cut has no fused sums")
     request: dict[str, Any] = {"kernel": kernel, "weight_grads": weight_grads}
-    if kernel == "cluster" or (kernel in ("few_rows", "ring") and cluster_size > 2):
+    if kernel == "cluster" or (kernel in by_block and cluster_size > 2):
         request["cluster_size"] = cluster_size  # one block, otherwise
     force(**request)
     ran = 0
     # Also many rows: persistent blocks then work on several, the last one on none.
-    for rows, cols in (*SHAPES, (20_011, 40), (5003, 1000), (3001, 768), (2003, 5120)):
+    for rows, cols in (*SHAPES, (20_011, 41), (5003, 1000), (3001, 769), (2003, 5120)):
         plan = _plan("backward", rows, cols, dtype, **request)
         if (plan["kernel"], plan["weight_grads"]) != (kernel, weight_grads):
             continue
@@ -164,7 +163,7 @@ def test_forced_backward_kernels(
         check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, None)
         check_backward(grad_out, x, [cols], None, bias, output_mask=[True, False, True])
         ran += 1
-    assert ran >= 8
+    assert ran >= (5 if "elements" in kernel else 8)
 
 
 @pytest.mark.parametrize("parameters", ["input's", "float32", "mixed"])
@@ -199,7 +198,7 @@ def test_forced_kernels_do_not_depend_on_the_batch(
 ) -> None:
     _skip_without_clusters(kernel)
     force(kernel=kernel)
-    for cols in (24, 1000, 4096):
+    for cols in (24, 257, 1000, 1023, 4096):
         x, grad_out, weight, bias = _arguments(700, cols, dtype)
         outputs = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
         mask = [True, True, True]

@@ -19,7 +19,8 @@ SUMMATION = (
     "segments",
 )  # fmt: skip
 # These hold a row in the same threads and add in the same order.
-SAME_ORDER = {"few_rows": "ring"}
+SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
+FEW = ("few_rows", "few_elements")
 COLS = sorted(
     {
         width + off
@@ -43,8 +44,8 @@ def chunk_columns(dtype: str) -> int:
 
 def capacity(plan: dict[str, Any], dtype: str) -> int:
     """Columns of a row that the planned threads hold."""
-    if plan["kernel"] == "elements":
-        return plan["threads_per_row"] * plan["columns_per_thread"]
+    if plan["kernel"] in ("elements", "few_elements"):
+        return plan["threads_per_row"] * plan["columns_per_thread"] * plan["cluster_size"]
     return (
         plan["threads_per_row"] * plan["chunks_per_thread"] * plan["cluster_size"]
         * plan["segments"] * chunk_columns(dtype)
@@ -94,7 +95,7 @@ def test_every_column_and_row_has_its_thread(
         groups = -(-rows // plan["rows_per_block"])
         if plan["kernel"] == "split" or (direction == "forward" and plan["kernel"] != "ring"):
             assert teams == groups, where
-        elif plan["kernel"] == "few_rows":
+        elif plan["kernel"] in FEW:
             assert groups <= teams < groups + plan["slices"], f"whole clusters: {where}"
         else:
             assert 1 <= teams <= groups, f"persistent blocks, each with a row at least: {where}"
@@ -110,10 +111,17 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
             needed = -(-chunks // plan["chunks_per_thread"])
             threads = plan["threads_per_row"]
             assert threads < 2 * needed if threads <= 32 else threads < needed + 32
-        if plan["kernel"] == "elements":
-            threads = plan["threads_per_row"]
+        if plan["kernel"] in ("elements", "few_elements"):
+            threads = plan["threads_per_row"] * plan["cluster_size"]
             assert threads * (plan["columns_per_thread"] - 4) < cols
-            assert threads == 8 or 32 * (threads // 2 if threads <= 32 else threads - 32) < cols
+            most = 32 if direction == "forward" else 16  # columns of a thread
+            if direction == "forward" or threads <= 32:
+                assert (
+                    threads == 8 or most * (threads // 2 if threads <= 32 else threads - 32) < cols
+                )
+            else:  # warps enough to fill a block, or several blocks of a multiprocessor
+                assert 8 < plan["columns_per_thread"] <= most
+                assert 512 // plan["threads_per_row"] * plan["threads_per_row"] >= 14 * 32
         if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
             half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
             assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"
@@ -145,22 +153,27 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
         assert plan["cluster_size"] in (1, 2, 4, 8, 16), where
-        assert plan["cluster_size"] <= 8 or plan["kernel"] == "ring", where
-        if plan["kernel"] not in ("few_rows", "ring"):
+        streams = plan["kernel"] == "ring" or (direction, plan["kernel"]) == (
+            "backward",
+            "elements",
+        )
+        assert plan["cluster_size"] <= 8 or streams, where
+        if plan["kernel"] not in FEW and not streams:
             assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
-        assert plan["kernel"] not in ("cluster", "few_rows", "ring") or gpu[1] >= 90, where
-        if plan["kernel"] == "few_rows":
+        assert plan["kernel"] not in ("cluster", *FEW) or gpu[1] >= 90, where
+        assert not streams or gpu[1] >= 90, where
+        if plan["kernel"] in FEW:
             assert plan["column_blocks"] % plan["slices"] == plan["blocks"] % plan["slices"] == 0
             assert plan["cluster_size"] in (1, plan["slices"]), where
-        if plan["kernel"] == "ring":
+        if streams:
             merged = plan.get("merged", 1)
             launched = plan["cluster_size"] * merged
             assert merged in (1, 2, 4), where
             assert direction == "backward" or plan["cluster_size"] > 1, where
             assert plan["blocks"] % launched == 0, where
             assert launched <= 16, where
-        if plan["kernel"] in ("few_rows", "ring"):
-            assert (direction, plan["kernel"]) != ("forward", "few_rows"), where
+        if plan["kernel"] in FEW or streams:
+            assert direction == "backward" or plan["kernel"] not in FEW, where
             assert dtype != "float64", where
             assert threads * plan["rows_per_block"] % 32 == 0, "whole warps"
             assert plan["cluster_size"] == 1 or plan["rows_per_block"] == 1, where
@@ -200,13 +213,14 @@ def test_widths_of_the_ring(dtype: str) -> None:
     """The backward's kernel, from rows of five chunks to those that eight blocks hold, or sixteen
     where a device has room for such clusters.
     """
-    narrowest, widest = 4 * chunk_columns(dtype) + 1, 65_536
+    narrowest, widest = 5 * chunk_columns(dtype), 65_536
 
     def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
         return _C.plan("backward", 60_000, cols, dtype, compute_capability=capability, **request)
 
-    for cols in (narrowest, 64, 768, 1024, 4095, 5120, 8192, 16_384, 50_257, widest):
+    for cols in (narrowest, 64, 768, 1024, 5120, 8192, 16_384, 50_256, widest):
         assert plan(cols)["kernel"] == plan(cols, 100)["kernel"] == "ring"
+        assert plan(cols, aligned=False)["kernel"] == "ring"
         for capability in (80, 120):  # neither has the shared memory, nor 8.0 the barriers
             assert plan(cols, capability)["kernel"] != "ring"
         assert plan(cols, one_dtype=False)["kernel"] != "ring"
@@ -215,17 +229,35 @@ def test_widths_of_the_ring(dtype: str) -> None:
             assert forced["kernel"] == "ring"
             assert forced["cluster_size"] >= size
             assert capacity(forced, dtype) >= cols
-    for cols in (widest + 1, 2 * widest):
+    for cols in (widest + 8, 2 * widest):
         assert (plan(cols)["kernel"], plan(cols)["cluster_size"]) == ("ring", 16)
         assert plan(cols, large_clusters=0)["kernel"] == "split"
-    assert plan(2 * widest + 1)["kernel"] == "split"
-    assert plan(narrowest - 1)["kernel"] == plan(1)["kernel"] == "rows"
+    assert plan(2 * widest + 8)["kernel"] == "split"
+    assert plan(4 * chunk_columns(dtype))["kernel"] == plan(8)["kernel"] == "rows"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
+    """Those that end within a chunk, as far as the ring goes; for any number of rows."""
+    for cols in (33, 65, 257, 513, 1023, 4095, 4097, 8193, 16_385, 50_257, 65_537, 131_071):
+        for rows in (1, 60_000):
+            plan = _C.plan("backward", rows, cols, dtype)
+            few = rows == 1 and cols < 65_536
+            assert plan["kernel"] == ("few_elements" if few else "elements")
+            assert plan["weight_grads"] == ("tiles" if few else "columns" if rows == 1 else "fused")
+            assert plan["chunks_per_thread"] == (4 if dtype == "float32" else 2)
+            assert _C.plan("backward", rows, cols, dtype, aligned=False) == plan
+        assert _C.plan("backward", 9, cols, dtype, kernel="ring")["kernel"] == "ring"
+        for problem in ({"one_dtype": False}, {"compute_capability": 80}, {"dx": False}):
+            assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
+    for cols in (1, 7, 31, 64, 4096, 131_073):
+        assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
 
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
     """Of 128 MB of x and more at most 8 percent, of rows that one block holds 2 percent."""
-    for cols in (64, 768, 1024, 2048, 4096, 5120, 8192, 32_768, 65_536):
+    for cols in (64, 257, 768, 1024, 2048, 4095, 4096, 5120, 8191, 8192, 32_767, 32_768, 65_536):
         rows = 2**27 // (cols * SIZES[dtype])
         plan = _C.plan("backward", rows, cols, dtype)
         assert plan["weight_grads"] == "fused"
@@ -318,6 +350,8 @@ def test_vectorized_only_where_every_chunk_is_whole(direction: str, dtype: str) 
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: str) -> None:
+    short = ("short_rows", "elements")
+    streams = (*FEW, "ring", *(["elements"] if direction == "backward" else []))
     for cols, capability in itertools.product(COLS, (80, 90)):
         chosen = _C.plan(direction, 77, cols, dtype, compute_capability=capability)
         forced = _C.plan(direction, 77, cols, dtype, compute_capability=capability, kernel=kernel)
@@ -326,9 +360,9 @@ def test_a_forced_kernel_runs_where_it_can(direction: str, dtype: str, kernel: s
             assert forced["kernel"] == kernel
         elif kernel == "rows" and chosen["kernel"] == "rows":
             assert forced == chosen
-        elif kernel == "rows" and chosen["kernel"] in ("short_rows", "elements"):
+        elif direction == "forward" and kernel == "rows" and chosen["kernel"] in short:
             assert forced["kernel"] == kernel
-        elif chosen["kernel"] in ("few_rows", "ring"):
+        elif chosen["kernel"] in streams:
             widest = 8192 if kernel == "rows" else 65_536
             if direction == "forward":
                 widest = (1 if kernel == "rows" else 8) * 4096 * chunk_columns(dtype)
@@ -372,19 +406,21 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
             weight_grads=weight_grads,
         )  # fmt: skip
         where = f"{rows} x {cols}: {plan}"
-        if plan["kernel"] == "few_rows":
-            assert weight_grads is None, where
+        if plan["kernel"] in FEW:
+            assert (plan["weight_grads"], weight_grads) == ("tiles", None), where
             continue
         assert plan["weight_grads"] in ("fused", "columns"), where
         assert plan["partials"] >= 1, where
         split = plan["segments"] * rows if plan["kernel"] == "split" else 0
         assert plan["workspace_bytes"] >= 2 * item * (plan["partials"] * cols + split), where
-        if plan["weight_grads"] == "fused":
-            assert plan["kernel"] != "split", where
+        if (plan["weight_grads"], plan["kernel"]) == ("fused", "split"):
+            assert plan["partials"] * 8 <= max(rows, 8), where
+            assert plan["partials"] * plan["segments"] <= max(2 * sm_count, plan["segments"]), where
+        elif plan["weight_grads"] == "fused":
             launched = plan["cluster_size"] * plan["merged"]
             assert plan["partials"] * launched == plan["blocks"], where
         else:
-            assert weight_grads != "fused" or plan["kernel"] == "split", where
+            assert weight_grads != "fused", where
             threads = plan["column_threads"]
             assert threads in (1, 2, 4, 8, 16, 32), where
             assert threads * plan["column_rows"] <= 1024, where

@@ -120,10 +120,14 @@ REQUESTS: list[dict[str, Any]] = [
     {"kernel": "cluster", "weight_grads": "columns"},
     {"kernel": "few_rows"},
     {"kernel": "few_rows", "cluster_size": 2},
+    {"kernel": "few_elements", "cluster_size": 2},
     {"kernel": "ring", "weight_grads": "fused"},
     {"kernel": "ring", "weight_grads": "fused", "cluster_size": 2},
     {"kernel": "ring", "weight_grads": "columns"},
+    {"kernel": "elements", "cluster_size": 2},
+    {"kernel": "elements", "weight_grads": "columns"},
     {"kernel": "split", "weight_grads": "columns"},
+    {"kernel": "split", "weight_grads": "fused"},
 ]
 
 

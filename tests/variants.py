@@ -33,15 +33,18 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
     {"weight_grads": weight_grads, **request}
     for weight_grads in ("fused", "columns")
     for request in (
+        {"kernel": "elements"},
+        *({"kernel": "elements", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "ring"},
         *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "rows"},
         *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "split"},
     )
-    if (weight_grads, request["kernel"]) != ("fused", "split")
 ]
 BACKWARD_REQUESTS += [
+    {"kernel": "few_elements"},
+    *({"kernel": "few_elements", "cluster_size": size} for size in (2, 4, 8)),
     {"kernel": "few_rows"},
     *({"kernel": "few_rows", "cluster_size": size} for size in (2, 4, 8)),
 ]
@@ -158,7 +161,7 @@ def _widths(
             if end > 0 and _fits(plan(end), request):
                 # Threads and clusters of another number are the same code.
                 kernel, cluster_size, chunks, threads, *rest = plan(end)
-                in_warp = threads <= 32 and kernel in ("short_rows", "elements")
+                in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
                 size = threads if in_warp else (threads > 32) + (threads > 384)
                 code = (kernel, cluster_size > 1, chunks, size, *rest)
                 found[end] = found.get(end, False) or code not in seen

@@ -47,6 +47,31 @@ __device__ __forceinline__ void copy_elements(unsigned target, const char* sourc
   }
 }
 
+// The element of X at an address in shared memory.
+template <class X>
+__device__ __forceinline__ float load_element(unsigned address) {
+  if constexpr (kIs16Bit<X>) {
+    uint16_t bits;
+    asm volatile("ld.volatile.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+    return widen(*reinterpret_cast<const X*>(&bits));
+  } else {
+    float value;
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+    return value;
+  }
+}
+
+template <class X>
+__device__ __forceinline__ void put_element(unsigned address, X element) {
+  if constexpr (kIs16Bit<X>) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address),
+                 "h"(*reinterpret_cast<const uint16_t*>(&element))
+                 : "memory");
+  } else {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(element) : "memory");
+  }
+}
+
 // Copies an element of kSize bytes from shared memory to device memory.
 template <int kSize>
 __device__ __forceinline__ void store_element(char* target, unsigned source) {

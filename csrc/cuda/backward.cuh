@@ -5,7 +5,8 @@
 // db stay in its registers from row to row. At the end each block (with clusters: each cluster)
 // leaves one row of partial sums, which finish_weight_grads of weight_grads.cuh adds up.
 // Rows too long for registers are cut into segments: backward_segment_sums, then
-// backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
+// backward_segment_apply, which reads x and dy again. dw and db come from the first of the two
+// reads: they need the statistics of a row, but not its sums.
 #pragma once
 
 #include "few_rows.cuh"
@@ -36,6 +37,7 @@ struct BackwardParameters {
   A* db_partials;         // likewise
   Sums<A>* segment_sums;  // [rows, segments], of kSplit
   int64_t segments;
+  int64_t slices;  // of the rows, a partial sum of dw and db each; of kSplit
   int cluster_size;
 };
 
@@ -249,22 +251,45 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   }
 }
 
-template <class X, class DY, class W, bool kVectorized>
-__global__ void __launch_bounds__(kSegmentThreads)
+// A block takes a segment of every p.slices-th row. With kWeightGrads there are as many slices as
+// partial sums of dw and db, else one for each row.
+template <class X, class DY, class W, bool kWeightGrads, bool kVectorized>
+__global__ void __launch_bounds__(kSegmentThreads, 2)
     backward_segment_sums(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   using Reducer = RowReducer<Sums<A>, false>;
+  // Registers for the next row, whose loads then wait beside the sums of this one.
+  constexpr bool kAhead = kWeightGrads && kIs16Bit<X>;
   __shared__ typename Reducer::Storage storage;
   Reducer reducer(storage, kSegmentThreads, 1);
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
-  BackwardTile<X, DY, W, kVectorized> tile;
+  BackwardTile<X, DY, W, kVectorized> tile, next;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
-  tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
-  tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
-                        p.dy_end);
-  const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]);
-  const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize));
-  if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
+  WeightGradTile<X> weight_grads;
+  const auto load = [&](auto& to, int64_t row) {
+    to.x.load_by_warps(p.x + row * p.x_row_stride + segment.begin, segment.share, p.x_end);
+    to.dy.load_by_warps(p.dy + row * p.dy_row_stride + segment.begin, segment.share, p.dy_end);
+  };
+  int64_t row = segment.row;
+  if (kAhead) load(next, row);
+  for (; row < p.rows; row += p.slices) {
+    if (kAhead) {
+      tile.x = next.x;
+      tile.dy = next.dy;
+      if (row + p.slices < p.rows) load(next, row + p.slices);
+    } else {
+      load(tile, row);
+    }
+    const A mean = p.mean[row], rstd = p.rstd[row];
+    const Sums<A> sums = reducer.reduce(sum_lanes(tile.sums(segment.share, mean, rstd), kWarpSize));
+    if (threadIdx.x == 0) p.segment_sums[row * p.segments + segment.index] = sums;
+    if constexpr (kWeightGrads) weight_grads.add(tile, mean, rstd);
+  }
+  if constexpr (kWeightGrads) {
+    const int64_t offset = segment.row * p.cols + segment.begin;
+    store_partials<X, kVectorized>(weight_grads.dw, segment.share, nullptr, p.dw_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.db, segment.share, nullptr, p.db_partials + offset);
+  }
 }
 
 template <class X, class DY, class W, bool kVectorized>
@@ -272,18 +297,19 @@ __global__ void __launch_bounds__(kSegmentThreads)
     backward_segment_apply(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
+  // The last rows first, of which x and dy may still be in the L2 cache.
+  const int64_t row = p.rows - 1 - segment.row;
   BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
-  tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
-  tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
-                        p.dy_end);
+  tile.x.load_by_warps(p.x + row * p.x_row_stride + segment.begin, segment.share, p.x_end);
+  tile.dy.load_by_warps(p.dy + row * p.dy_row_stride + segment.begin, segment.share, p.dy_end);
   const Sums<A> sums =
-      reduce_array(p.segment_sums + segment.row * p.segments, static_cast<int>(p.segments));
-  const auto dx = tile.dx(p.mean[segment.row], p.rstd[segment.row], sums, static_cast<A>(p.cols));
+      reduce_array(p.segment_sums + row * p.segments, static_cast<int>(p.segments));
+  const auto dx = tile.dx(p.mean[row], p.rstd[row], sums, static_cast<A>(p.cols));
   using Writer = RowWriter<X, kBackwardChunks<X>, kChunkColumns<X>, kVectorized>;
   __shared__ typename Writer::Storage writer_storage;
   const Writer writer{writer_storage};
-  writer.write(p.dx + segment.row * p.cols + segment.begin, true, segment.share,
+  writer.write(p.dx + row * p.cols + segment.begin, true, segment.share,
                [&](int k) { return dx.chunks[k]; });
 }
 
@@ -297,7 +323,9 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {
     case Kernel::kShortRows:  // of the forward alone
-    case Kernel::kFewRows:    // launched elsewhere
+    case Kernel::kElements:   // launched elsewhere
+    case Kernel::kFewRows:
+    case Kernel::kFewElements:
     case Kernel::kRing:
       return cudaErrorInvalidValue;
     case Kernel::kRows:
@@ -307,7 +335,9 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
       return launch_rows(fused ? backward_rows<X, DY, W, true, true, kVectorized>
                                : backward_rows<X, DY, W, false, true, kVectorized>);
     case Kernel::kSplit: {
-      const cudaError_t error = launch_rows(backward_segment_sums<X, DY, W, kVectorized>);
+      const cudaError_t error = launch(fused ? backward_segment_sums<X, DY, W, true, kVectorized>
+                                             : backward_segment_sums<X, DY, W, false, kVectorized>,
+                                       plan.segments * p.slices, threads, 1, stream, p);
       if (error != cudaSuccess) return error;
       return launch_rows(backward_segment_apply<X, DY, W, kVectorized>);
     }
@@ -324,9 +354,14 @@ void set_span(Parameters& p, const BackwardPlan& plan) {
   p.cluster_size = plan.cluster_size;
 }
 
+// The kernels of backward_elements.cuh, compiled in files of their own. `tiles`: of columns, if
+// the plan has any.
 template <class X>
-cudaError_t launch_few_rows(const BackwardArgs& args, const BackwardPlan& plan,
-                            cudaStream_t stream) {
+cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
+                                     const BackwardPlan& plan, cudaStream_t stream);
+
+template <class X>
+FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const BackwardPlan& plan) {
   FewRowsParameters<X> p;
   p.rows = args.rows;
   p.cols = args.cols;
@@ -348,7 +383,7 @@ cudaError_t launch_few_rows(const BackwardArgs& args, const BackwardPlan& plan,
   p.slices = plan.slices;
   p.tile_lanes = plan.tile_lanes;
   p.column_blocks = plan.column_blocks;
-  return launch_few_rows(p, plan, stream);
+  return p;
 }
 
 // dx from the ring, and with kFused the partial sums of dw and db.
@@ -378,9 +413,17 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.merged = plan.merged;
   const int64_t teams = kWarpSize / p.lanes;
   const int64_t units = (args.rows + teams - 1) / teams;
-  p.unit_stride = plan.blocks / plan.cluster_size * p.groups;
+  p.unit_stride = (plan.blocks - plan.column_blocks) / plan.cluster_size * p.groups;
   p.full_turns = static_cast<int>(units / p.unit_stride);
   p.last_turn = static_cast<int>(units % p.unit_stride);
+  if (plan.kernel != Kernel::kRing) {
+    constexpr int64_t kStep = 2 * kWarpSize;
+    const int warps = p.warps * p.cluster_size;
+    const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
+    p.warp_steps = steps / warps;
+    p.first_longer_warp = warps - steps % warps;
+    return launch_backward_elements(p, few_rows_parameters<X>(args, plan), plan, stream);
+  }
   return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
                          : launch_ring<X, false>(p, plan, stream);
 }
@@ -398,9 +441,12 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
     using DY = typename decltype(dy_type)::type;
     cudaError_t error = cudaSuccess;
     if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
-      if (plan.kernel == Kernel::kFewRows) return launch_few_rows<DY>(args, plan, stream);
+      if (plan.kernel == Kernel::kFewRows) {
+        return launch_few_rows(few_rows_parameters<DY>(args, plan), plan, stream);
+      }
     }
-    if (plan.dx && plan.kernel == Kernel::kRing) {
+    if (plan.dx && (plan.kernel == Kernel::kRing || plan.kernel == Kernel::kElements ||
+                    plan.kernel == Kernel::kFewElements)) {
       error = cudaErrorInvalidValue;
       if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
         error = launch_ring<DY>(args, plan, dw_partials, db_partials, stream);
@@ -425,12 +471,16 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
         p.db_partials = db_partials;
         p.segment_sums = segment_sums;
         p.segments = plan.segments;
+        p.slices = plan.weight_grads == WeightGrads::kFused ? plan.partials : args.rows;
         p.cluster_size = plan.cluster_size;
         return plan.vectorized ? launch_dx<true>(p, plan, stream)
                                : launch_dx<false>(p, plan, stream);
       });
     }
-    if (error != cudaSuccess || plan.weight_grads == WeightGrads::kNone) return error;
+    if (error != cudaSuccess || plan.weight_grads == WeightGrads::kNone ||
+        plan.weight_grads == WeightGrads::kTiles) {
+      return error;
+    }
     if (plan.weight_grads == WeightGrads::kColumns) {
       error = launch_column_sums<X, DY>(args, plan, dw_partials, db_partials, stream);
       if (error != cudaSuccess) return error;

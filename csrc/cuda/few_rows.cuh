@@ -146,6 +146,43 @@ struct ColumnTile {
   }
 };
 
+// The sums over a row of which each block has but one for a group of its warps.
+template <RingSpan kSpan>
+struct RowSumsExchange {
+  static constexpr bool kCluster = kSpan == RingSpan::kCluster;
+
+  // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
+  using Storage = float[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
+
+  // All threads of the block come here; in a cluster, after cluster_arrive.
+  static __device__ __forceinline__ Sums<float> sum(Storage& storage, Sums<float> sums, int lanes,
+                                                    int warps, int group, int row_warp,
+                                                    int cluster_size) {
+    if constexpr (kSpan == RingSpan::kWarp) return sum_row_lanes(sums, lanes);
+    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
+    if constexpr (kCluster) {
+      sums = both_halves(mine);
+      cluster_wait();
+      const int target = threadIdx.x % kWarpSize;
+      if (target < cluster_size) {
+        float* const pair = &storage[2 * (cluster_rank() * warps + row_warp)];
+        store_remote(pair, sums.xhat_wdy, target);
+        store_remote(pair + 1, sums.wdy, target);
+      }
+      cluster_arrive();
+      cluster_wait();
+      return sum_row_cluster(shared_address(storage), warps * cluster_size);
+    } else {
+      const int half = threadIdx.x % kWarpSize / (kWarpSize / 2);
+      const int place = threadIdx.x % (kWarpSize / 2);
+      if (place == 0) storage[half * kRingRowWarps + group * warps + row_warp] = mine;
+      __syncthreads();
+      return sum_row_warps(place < warps ? storage[half * kRingRowWarps + group * warps + place]
+                                         : 0.0f);
+    }
+  }
+};
+
 // 64 registers where they do, for 1024 threads on each multiprocessor.
 template <class X, RingSpan kSpan, bool kVectorized>
 constexpr int kFewRowsBlocks = kVectorized && (sizeof(X) == 2 || kSpan != RingSpan::kWarp) ? 2 : 1;
@@ -164,8 +201,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
     typename ColumnTile<X, kMinTileLanes>::Storage narrow_tile;
     typename ColumnTile<X, kMaxTileLanes>::Storage wide_tile;
     struct {
-      // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
-      float sums[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
+      typename RowSumsExchange<kSpan>::Storage sums;
       std::conditional_t<kVectorized, Unused, typename Stage::Buffer> stages[kRingRowWarps];
     } rows;
   } storage;
@@ -216,30 +252,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
 
   Sums<float> sums =
       sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; }, weight, mean);
-  if constexpr (kShort) {
-    sums = sum_row_lanes(sums, lanes);
-  } else if constexpr (kCluster) {
-    sums = both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
-    cluster_wait();
-    const int target = threadIdx.x % kWarpSize;
-    if (target < p.cluster_size) {
-      float* const pair = &storage.rows.sums[2 * (rank * p.warps + row_warp)];
-      store_remote(pair, sums.xhat_wdy, target);
-      store_remote(pair + 1, sums.wdy, target);
-    }
-    cluster_arrive();
-    cluster_wait();
-    sums = sum_row_cluster(shared_address(storage.rows.sums), p.warps * p.cluster_size);
-  } else {
-    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
-    const int half = threadIdx.x % kWarpSize / (kWarpSize / 2);
-    const int place = threadIdx.x % (kWarpSize / 2);
-    if (place == 0) storage.rows.sums[half * kRingRowWarps + warp] = mine;
-    __syncthreads();
-    const bool exists = place < p.warps;
-    sums = sum_row_warps(
-        exists ? storage.rows.sums[half * kRingRowWarps + group * p.warps + place] : 0.0f, p.warps);
-  }
+  sums = RowSumsExchange<kSpan>::sum(storage.rows.sums, sums, lanes, p.warps, group, row_warp,
+                                     p.cluster_size);
 
   const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
   const auto dx_chunk = [&](int k) {

@@ -13,10 +13,6 @@
 
 namespace fastnorm::cuda {
 
-// Columns that a lane has side by side.
-template <class X>
-constexpr int kSideBySide = kIs16Bit<X> ? 2 : 1;
-
 // kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane.
 template <class X, int kLanes, int kSteps, int kWhole, int kRows>
 class ElementTile {

@@ -62,20 +62,6 @@ __device__ __forceinline__ void keep_packed(Pack<X, kColumns>& pack) {
   }
 }
 
-// The element of X at an address in shared memory.
-template <class X>
-__device__ __forceinline__ float load_element(unsigned address) {
-  if constexpr (kIs16Bit<X>) {
-    uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
-    return widen(*reinterpret_cast<const X*>(&bits));
-  } else {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-    return value;
-  }
-}
-
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
 template <int kSize>

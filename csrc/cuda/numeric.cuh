@@ -26,6 +26,10 @@ constexpr int kChunkColumns = kChunkBytes / static_cast<int>(sizeof(X));
 template <class T>
 constexpr bool kIs16Bit = sizeof(T) == 2;
 
+// Columns that a lane of kElements has side by side.
+template <class X>
+constexpr int kSideBySide = kIs16Bit<X> ? 2 : 1;
+
 template <class T>
 __device__ __forceinline__ Accumulator<T> widen(T value) {
   if constexpr (std::is_same_v<T, BFloat16>) {

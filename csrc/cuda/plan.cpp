@@ -31,6 +31,7 @@ bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProp
     case Kernel::kShortRows:
     case Kernel::kElements:
     case Kernel::kFewRows:
+    case Kernel::kFewElements:
     case Kernel::kRing:
       return false;  // of one direction, and chosen there
     case Kernel::kRows:
@@ -147,6 +148,8 @@ int most_merged(int64_t cols) {
   return cols <= kFewColumns ? 1 : cols <= 2 * kFewColumns ? 2 : 4;
 }
 
+constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
+
 // Clusters of four do not fit everywhere (see shape_ring).
 int choose_merged(int64_t blocks, int64_t cols, const DeviceProperties& device) {
   const int most = most_merged(cols);
@@ -164,12 +167,12 @@ struct Tiles {
 // 128 bytes wide and cut into slices until there is a block for each multiprocessor, if each has
 // rows enough; 64 bytes wide where that gives very few. More blocks leave no room for those of dx:
 // 512 x 8192 bfloat16 took 11 us in a graph on an H200 with 128 of them, 15 us with 256.
-Tiles shape_tiles(const BackwardProblem& problem, int cluster_size,
-                  const DeviceProperties& device) {
+Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const DeviceProperties& device,
+                  int most_lanes) {
   constexpr int kLeastSliceRows = 128;
   constexpr int kLeastBlocks = 32;
   Tiles tiles;
-  for (int lanes = kMaxTileLanes; lanes >= kMinTileLanes; lanes /= 2) {
+  for (int lanes = most_lanes; lanes >= kMinTileLanes; lanes /= 2) {
     tiles.lanes = lanes;
     tiles.slices = cluster_size;
     const int64_t wide = ceil_div(problem.cols, lanes * chunk_columns(problem.x_dtype));
@@ -184,6 +187,13 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size,
   return tiles;
 }
 
+// Whether rows can be streamed through shared memory.
+bool streams(const BackwardProblem& problem, const DeviceProperties& device) {
+  constexpr int kRingBytes = 227 * 1024;
+  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
+         problem.one_dtype && problem.x_dtype != DType::kFloat64;
+}
+
 // A block that holds the row, or the smallest cluster of blocks that leaves few threads without
 // columns: 16384 x 10240 bfloat16 took .84 of an elementwise sum on an H200 in clusters of two with
 // 320 threads each, .92 in clusters of four with 160, of which three blocks fit. Or none.
@@ -194,11 +204,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   // 237 us. (And dx of a single column, exactly zero, takes the other kernel's order of
   // operations.)
   constexpr int64_t kFewChunks = 4;
-  constexpr int kRingBytes = 227 * 1024;
   constexpr double kBusy = 0.7;
-  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
-      !problem.one_dtype || problem.x_dtype == DType::kFloat64 ||
-      problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
+  if (!streams(problem, device) || problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
     return std::nullopt;
   }
   int least_size = 1;
@@ -231,6 +238,51 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
     return RingShape{static_cast<int>(each), kLargeClusterSize};
   }
   return std::nullopt;
+}
+
+// How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
+// are as many as share a block's kMaxThreadsPerRow well, and have 5 to 8 pairs of columns per lane.
+// Clusters of four are rather replaced by ones of eight with fewer warps in a block: 8192 x 16385
+// bfloat16 took 427 us on an H200 with four times 14 warps, 336 us with eight times 5.
+struct ElementShape {
+  RingShape ring;
+  int columns = 0;  // of a lane, at most
+};
+
+std::optional<ElementShape> element_shape(const BackwardProblem& problem,
+                                          const DeviceProperties& device,
+                                          const PlanRequest& request) {
+  constexpr int64_t kMostPairs = 8;
+  constexpr int64_t kMostWarps = kMaxThreadsPerRow / kWarpSize;
+  constexpr int64_t kBusyWarps = 14;
+  if (problem.cols % chunk_columns(problem.x_dtype) == 0 || problem.cols <= kWarpSize ||
+      !streams(problem, device)) {
+    return std::nullopt;
+  }
+  const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
+  const int least_size = asked ? static_cast<int>(next_power_of_two(*request.cluster_size)) : 1;
+  const auto columns_of = [&](int64_t lanes) { return 2 * ceil_div(problem.cols, 2 * lanes); };
+  const int64_t lanes = ceil_div(problem.cols, 2 * kMostPairs);
+  if (lanes <= kWarpSize && least_size == 1) {
+    const int64_t team = std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes));
+    return ElementShape{
+        {static_cast<int>(team), 1},
+        static_cast<int>(std::max<int64_t>(2 * kLeastElementPairs, columns_of(team)))};
+  }
+  const int most_size = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
+  std::optional<ElementShape> found;
+  for (int size = least_size; size <= most_size; size *= 2) {
+    int64_t warps = ceil_div(ceil_div(lanes, kWarpSize), size);
+    if (warps > kMostWarps) continue;
+    const bool busy = kMostWarps / warps * warps >= kBusyWarps;
+    if (found && !busy) continue;
+    while (kMostWarps / warps * warps < kBusyWarps) ++warps;
+    const int64_t columns = columns_of(warps * size * kWarpSize);
+    if (columns <= 2 * kLeastElementPairs) break;  // more blocks than have enough to do
+    found = ElementShape{{static_cast<int>(warps * kWarpSize), size}, static_cast<int>(columns)};
+    if (busy || asked || size < 4 || size == kMaxClusterSize) break;
+  }
+  return found;
 }
 
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
@@ -270,7 +322,6 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
 
   const int sms = device.sm_count;
-  constexpr int kFewMultiprocessors = 16;  // none of what follows was measured there
   if (sms < kFewMultiprocessors) return std::max(sms, shape.cluster_size);
   const bool by_memory = plan.vectorized && !idle;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
@@ -300,21 +351,59 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
 // than 256 threads have but one block on a multiprocessor, and are slower then where there are
 // many: dx of 16384 x 8192 bfloat16 took 201 us on an H200, in the ring 194 us; 65536 x 1024 100 us
 // for 107 us.
+constexpr int64_t kFewRowsBytes = 16 << 20;
+
+int64_t bytes_of(const BackwardProblem& problem) {
+  return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
+}
+
 bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
                   const DeviceProperties& device) {
-  constexpr int64_t kBytes = 16 << 20;
-  const int64_t bytes = problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
+  const int64_t bytes = bytes_of(problem);
   if (!problem.weight_grads) {
-    return shape.cluster_size == 1 && (shape.threads <= kMaxSharedBlock || bytes <= 2 * kBytes);
+    return shape.cluster_size == 1 &&
+           (shape.threads <= kMaxSharedBlock || bytes <= 2 * kFewRowsBytes);
   }
   const bool whole = problem.aligned && problem.cols % chunk_columns(problem.x_dtype) == 0;
-  const Tiles tiles = shape_tiles(problem, shape.cluster_size, device);
-  return bytes <= kBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
+  const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
+  return bytes <= kFewRowsBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
+}
+
+// Rows by column: how many a block works on at a time, and how many blocks there are.
+int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
+                       const BackwardProblem& problem, const DeviceProperties& device) {
+  plan.kernel = Kernel::kElements;
+  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.columns_per_thread = shape.columns;
+  plan.threads_per_row = shape.ring.threads;
+  plan.cluster_size = shape.ring.cluster_size;
+  const bool in_cluster = plan.cluster_size > 1;
+  // Of a multiprocessor, in one block or in several of clusters.
+  const int64_t together = kMaxThreadsPerRow / plan.threads_per_row;
+  const int64_t least_rows = std::max(1, kWarpSize / plan.threads_per_row);
+  const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
+  plan.rows_per_block =
+      in_cluster ? 1 : static_cast<int>(std::min(std::max(together, least_rows), spread));
+  const int sms = device.sm_count;
+  if (plan.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
+  // Larger clusters do not fit everywhere (see shape_ring). Of an elementwise sum, bfloat16 on an
+  // H200: 16384 x 12289 .67 with all multiprocessors, .60 with 116; in clusters of four 4096 x
+  // 32767 .66 with 116, .36 with 124; in clusters of eight 4096 x 50257 .53 with 120, .48 with 112.
+  // Beyond 4096 columns partial sums would take more than 2 % of 128 MB, were they not those of
+  // four blocks: clusters as well, so that 8191 columns reach .64 instead of .76.
+  if (!in_cluster) {
+    const bool merges = most_merged(problem.cols) == 4 && sms >= kFewMultiprocessors;
+    return merges ? (sms - sms / 8) / 4 * 4 : sms;
+  }
+  const int some = plan.cluster_size == 2                    ? sms
+                   : plan.cluster_size == 8 && together == 1 ? sms - sms / 11
+                                                             : sms - sms / 8;
+  return std::max<int64_t>(1, some * together / plan.cluster_size) * plan.cluster_size;
 }
 
 // Rows as in the ring, one per group of threads, and before them the tiles of columns.
 void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
-                    const DeviceProperties& device) {
+                    const DeviceProperties& device, int most_tile_lanes) {
   plan.kernel = Kernel::kFewRows;
   plan.chunks_per_thread = backward_chunks(problem.x_dtype);
   plan.threads_per_row = shape.threads;
@@ -326,7 +415,7 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
   if (problem.weight_grads) {
     plan.weight_grads = WeightGrads::kTiles;
-    const Tiles tiles = shape_tiles(problem, shape.cluster_size, device);
+    const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, most_tile_lanes);
     plan.tile_lanes = tiles.lanes;
     plan.slices = tiles.slices;
     plan.column_blocks = tiles.blocks;
@@ -362,6 +451,7 @@ bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device)
              chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
     case Kernel::kElements:
     case Kernel::kFewRows:
+    case Kernel::kFewElements:
     case Kernel::kRing:
       return false;
     case Kernel::kSplit:
@@ -520,6 +610,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_elements(plan, problem);
       break;
     case Kernel::kFewRows:
+    case Kernel::kFewElements:
       break;
     case Kernel::kRing:
       shape_forward_ring(plan, problem.rows, chunks, device, request);
@@ -560,16 +651,34 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const bool forced_other = request.kernel && *request.kernel != Kernel::kRing &&
                             runs(*request.kernel, chunks, plan.chunks_per_thread, device);
   const bool forced = forced_other || request.kernel == Kernel::kRing || request.weight_grads;
-  if (ring && ring->cluster_size <= kMaxClusterSize &&
-      (request.kernel == Kernel::kFewRows || (!forced && has_few_rows(problem, *ring, device)))) {
-    shape_few_rows(plan, *ring, problem, device);
+  const std::optional<ElementShape> elements = element_shape(problem, device, request);
+  const auto asks_for = [&](Kernel kernel) { return request.kernel == kernel; };
+  const bool by_elements = problem.dx && elements && !forced_other &&
+                           !(ring && (asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows)));
+  if (by_elements) {
+    const bool few =
+        !forced && !asks_for(Kernel::kElements) && has_few_rows(problem, elements->ring, device);
+    if (elements->ring.cluster_size <= kMaxClusterSize && (few || asks_for(Kernel::kFewElements))) {
+      shape_few_rows(plan, elements->ring, problem, device, kMinTileLanes);
+      plan.kernel = Kernel::kFewElements;
+      plan.columns_per_thread = elements->columns;
+      return plan;
+    }
+  } else if (ring && ring->cluster_size <= kMaxClusterSize &&
+             (asks_for(Kernel::kFewRows) || (!forced && has_few_rows(problem, *ring, device)))) {
+    shape_few_rows(plan, *ring, problem, device, kMaxTileLanes);
     return plan;
   }
   int64_t ring_blocks = 0;
-  if (ring && !forced_other) ring_blocks = shape_ring(plan, *ring, problem, device);
+  if (by_elements) {
+    ring_blocks = shape_elements(plan, *elements, problem, device);
+  } else if (ring && !forced_other) {
+    ring_blocks = shape_ring(plan, *ring, problem, device);
+  }
   switch (plan.kernel) {
     case Kernel::kElements:
     case Kernel::kFewRows:
+    case Kernel::kFewElements:
     case Kernel::kRing:
       break;
     case Kernel::kShortRows:
@@ -589,17 +698,24 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   // row.
   const int64_t groups = ceil_div(problem.rows, plan.rows_per_block);
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
-  const bool by_ring = plan.kernel == Kernel::kRing;
+  const bool by_ring = plan.kernel == Kernel::kRing || plan.kernel == Kernel::kElements;
   const int64_t resident_blocks =
       by_ring ? ring_blocks
               : int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
   const int64_t resident_groups = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
 
   if (problem.weight_grads) {
-    const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit;
-    const bool pays = (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
+    // The rows of a segment are shared out over few blocks: they leave as many partial sums, which
+    // dw and db by columns would leave as well.
+    const bool by_segments = plan.kernel == Kernel::kSplit;
+    const bool pays =
+        by_segments || (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
     const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
-    if (can_fuse && fuse) {
+    if (problem.dx && fuse && by_segments) {
+      plan.weight_grads = WeightGrads::kFused;
+      plan.partials = std::clamp<int64_t>(2 * device.sm_count / plan.segments, 1,
+                                          std::max<int64_t>(1, problem.rows / kMinRowsPerPartial));
+    } else if (problem.dx && fuse) {
       plan.weight_grads = WeightGrads::kFused;
       plan.partials = std::max<int64_t>(1, std::min(groups, resident_groups));
       if (by_ring && plan.cluster_size == 1) {
@@ -613,8 +729,8 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   if (problem.dx) {
     // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
     // state.
-    const int64_t working = plan.weight_grads == WeightGrads::kFused ? plan.partials * plan.merged
-                            : plan.kernel == Kernel::kSplit          ? groups
+    const int64_t working = plan.kernel == Kernel::kSplit              ? groups
+                            : plan.weight_grads == WeightGrads::kFused ? plan.partials * plan.merged
                             : by_ring && groups < 2 * resident_groups
                                 ? groups
                                 : std::min(groups, (by_ring ? 1 : 2) * resident_groups);

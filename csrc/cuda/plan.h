@@ -26,13 +26,14 @@ struct DeviceProperties {
 };
 
 enum class Kernel : uint8_t {
-  kShortRows,  // forward: a row in the registers of a warp or fewer lanes
-  kElements,   // forward: a row that ends within a chunk, in single columns instead of chunks
-  kRows,       // a row in one block, or in the backward a part of it
-  kCluster,    // a row in a cluster of blocks (compute capability 9.0 and newer)
-  kFewRows,    // backward: dx by rows, dw and db by columns, by other blocks of the same launch
-  kRing,       // rows streamed through shared memory (compute capability 9.0 and newer)
-  kSplit,      // a row cut into segments, one block each: statistics first, then a second pass
+  kShortRows,    // forward: a row in the registers of a warp or fewer lanes
+  kElements,     // a row that ends within a chunk, in single columns instead of chunks
+  kRows,         // a row in one block, or in the backward a part of it
+  kCluster,      // a row in a cluster of blocks (compute capability 9.0 and newer)
+  kFewRows,      // backward: dx by rows, dw and db by columns, by other blocks of the same launch
+  kRing,         // rows streamed through shared memory (compute capability 9.0 and newer)
+  kSplit,        // a row cut into segments, one block each: statistics first, then a second pass
+  kFewElements,  // kFewRows of rows that kElements takes
 };
 
 // Chunks that a thread of the forward holds: in registers, or in long rows, of which some are in
@@ -60,7 +61,8 @@ constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles:
 constexpr int kMaxTileLanes = 8;         // and at most
 constexpr int kElementRowThreads = 128;  // the block of kElements
 constexpr int kLeastElementLanes = 8;    // of a row of kElements
-constexpr int kMostElementColumns = 32;  // of a lane of kElements
+constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forward
+constexpr int kLeastElementPairs = 4;    // of columns, of a lane of kElements in the backward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
@@ -111,6 +113,7 @@ enum class WeightGrads : uint8_t {
 struct BackwardPlan {
   Kernel kernel = Kernel::kRows;  // of dx
   int chunks_per_thread = 1;
+  int columns_per_thread = 0;  // kElements, which has no chunks
   int threads_per_row = 1;
   int rows_per_block = 1;
   int cluster_size = 1;

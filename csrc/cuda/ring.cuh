@@ -42,6 +42,9 @@ struct RingParameters {
   int full_turns, last_turn;
   int cluster_size;
   int merged;  // kWarp, kBlock: blocks of a cluster, which leave one row of partial sums
+  // kElements: steps of 2 * kWarpSize columns that the warps of a row have, those from
+  // first_longer_warp on one more.
+  int warp_steps, first_longer_warp;
 };
 
 constexpr int kRingWarps = kMaxRingThreads / kWarpSize;  // of a block
@@ -69,6 +72,38 @@ constexpr int kRingGranules = kWarpSize * kRingChunks<X> + (kVectorized         
 template <class X, RingSpan kSpan, bool kVectorized>
 constexpr int kRingWarpBytes =
     kRingStages<X, kSpan> * 2 * kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
+
+// Starts to copy the granules in which `bytes` bytes from `source` on lie, by a team of `lanes`
+// lanes that take up to kChunks each, `step` apart in the ring, and the first lane one more. `end`:
+// of the tensor, whose last granule may not be all its own.
+template <int kSize, int kChunks>
+__device__ __forceinline__ void copy_granules(unsigned slot, unsigned step, const char* source,
+                                              const void* end, int bytes, int lane, int lanes) {
+  const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
+  const int used = bytes > 0 ? offset + bytes : 0;
+  const char* const granules = source - offset + lane * kChunkBytes;
+  const auto has = [&](int k) {
+    return (k * lanes + lane) * kChunkBytes < used && (k < kChunks || lane == 0);
+  };
+  if (static_cast<const char*>(end) - source >= bytes + kChunkBytes - 1) {
+#pragma unroll
+    for (int k = 0; k <= kChunks; ++k) {
+      if (has(k)) copy_async(slot + k * step, granules + k * lanes * kChunkBytes);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int k = 0; k <= kChunks; ++k) {
+    const char* const granule = granules + k * lanes * kChunkBytes;
+    const int64_t rest = static_cast<const char*>(end) - granule;
+    if (!has(k)) break;
+    if (rest >= kChunkBytes) {
+      copy_async(slot + k * step, granule);
+    } else {
+      copy_elements<kSize>(slot + k * step, granule, static_cast<int>(rest));
+    }
+  }
+}
 
 // The exchange of a row's sums between the warps that hold it.
 template <RingSpan kSpan>
@@ -148,7 +183,7 @@ class RingExchange {
                    : "=f"(mine)
                    : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
                    : "memory");
-      return sum_row_warps(mine, warps_);  // slots of warps that do not exist are zero
+      return sum_row_warps(mine);  // slots of warps that do not exist are zero
     }
   }
 
@@ -166,6 +201,56 @@ class RingExchange<RingSpan::kWarp> {
   struct Storage {};
   __device__ __forceinline__ RingExchange(Storage&, int, int, int, int) {}
 };
+
+// Adds up what the groups of a block have left in `staging`, rows of `width` columns (a multiple of
+// four) of dw and then as many of db, and writes a row of partial sums: columns `begin` on. The
+// blocks of a cluster that are `merged` take a part each of what all of them have.
+template <bool kVectorized, class Parameters>
+__device__ __forceinline__ void leave_partials(const Parameters& p, float* staging, int width,
+                                               int begin, int merged, int cluster_size) {
+  const bool merges = merged > 1;
+  const auto meet = [&] {
+    if (merges) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  };
+  meet();
+  const int64_t partial = blockIdx.x / (cluster_size * merged);
+  for (int v = (merges ? cluster_rank() : 0) * blockDim.x + threadIdx.x; v < 2 * width / 4;
+       v += merged * blockDim.x) {
+    const bool bias = 4 * v >= width;
+    const int place = 4 * v - (bias ? width : 0);
+    const int64_t column = begin + place;
+    if (column >= p.cols) continue;
+    const unsigned source = shared_address(staging + (bias ? p.groups * width : 0) + place);
+    float4 sum = make_float4(0, 0, 0, 0);
+    for (int r = 0; r < merged; ++r) {
+      unsigned from = merges ? remote_address(source, r) : source;
+#pragma unroll 4
+      for (int g = 0; g < p.groups; ++g, from += width * sizeof(float)) {
+        const float4 other = merges ? load_remote(from) : load_float4(from);
+        sum.x += other.x;
+        sum.y += other.y;
+        sum.z += other.z;
+        sum.w += other.w;
+      }
+    }
+    float* const target = (bias ? p.db_partials : p.dw_partials) + partial * p.cols + column;
+    if constexpr (kVectorized) {
+      *reinterpret_cast<float4*>(target) = sum;
+    } else {
+      const float values[] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < p.cols) target[i] = values[i];
+      }
+    }
+  }
+  if (merges) meet();  // no block leaves while others read from it
+}
 
 template <class X, RingSpan kSpan, bool kVectorized>
 __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
@@ -230,25 +315,6 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   int to_copy = count;
   int64_t copied_row = first;
 
-  // The granules in which an unaligned run lies.
-  const auto copy_run = [&](unsigned slot, const char* source, const X* end) {
-    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
-    const int bytes = run > 0 ? offset + run * kSize : 0;
-    const char* granules = source - offset + lane * kChunkBytes;
-    const int64_t to_end = reinterpret_cast<const char*>(end) - granules;
-#pragma unroll
-    for (int k = 0; k <= kChunks; ++k) {
-      const int at = k * lanes * kChunkBytes;
-      if (at + lane * kChunkBytes < bytes && (k < kChunks || lane == 0)) {
-        const int64_t rest = to_end - at;
-        if (rest >= kChunkBytes) {
-          copy_async(slot + k * chunk_step, granules + at);
-        } else {  // a tensor's last granule, of which not all is the tensor's
-          copy_elements<kSize>(slot + k * chunk_step, granules + at, static_cast<int>(rest));
-        }
-      }
-    }
-  };
   const auto copy_row = [&](unsigned slot) {
     if (to_copy > 0) {
       if (kShort && copied_row >= p.rows) {
@@ -271,8 +337,10 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           }
         }
       } else {
-        copy_run(slot, x, p.x_end);
-        copy_run(slot + kTensorBytes, dy, p.dy_end);
+        const int bytes = run * kSize;
+        copy_granules<kSize, kChunks>(slot, chunk_step, x, p.x_end, bytes, lane, lanes);
+        copy_granules<kSize, kChunks>(slot + kTensorBytes, chunk_step, dy, p.dy_end, bytes, lane,
+                                      lanes);
       }
       x += x_step;
       dy += dy_step;
@@ -523,53 +591,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     }
   };
   const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
-  const auto meet = [&] {
-    if (merges) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      __syncthreads();
-    }
-  };
   __syncthreads();
   if (team == 0) {
     stage(dw, staging + group * width);
     stage(db, staging + (p.groups + group) * width);
   }
-  meet();
-  const int merged = merges ? p.merged : 1;
-  const int64_t partial = blockIdx.x / (cluster_size * merged);
-  for (int v = (merges ? cluster_rank() : 0) * blockDim.x + threadIdx.x; v < 2 * width / 4;
-       v += merged * blockDim.x) {
-    const bool bias = 4 * v >= width;
-    const int place = 4 * v - (bias ? width : 0);
-    const int64_t column = block_begin + place;
-    if (column >= p.cols) continue;
-    const unsigned source = shared_address(staging + (bias ? p.groups * width : 0) + place);
-    float4 sum = make_float4(0, 0, 0, 0);
-    for (int r = 0; r < merged; ++r) {
-      unsigned from = merges ? remote_address(source, r) : source;
-#pragma unroll 4
-      for (int g = 0; g < p.groups; ++g, from += width * sizeof(float)) {
-        const float4 other = merges ? load_remote(from) : load_float4(from);
-        sum.x += other.x;
-        sum.y += other.y;
-        sum.z += other.z;
-        sum.w += other.w;
-      }
-    }
-    float* const target = (bias ? p.db_partials : p.dw_partials) + partial * p.cols + column;
-    if constexpr (kVectorized) {
-      *reinterpret_cast<float4*>(target) = sum;
-    } else {
-      const float values[] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (column + i < p.cols) target[i] = values[i];
-      }
-    }
-  }
-  if (merges) meet();  // no block leaves while others read from it
+  leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
 }
 
 // How many clusters of kLargeClusterSize of the ring's largest blocks run side by side.

@@ -144,11 +144,11 @@ __device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes
 
 // The sums over the warps of a row in one block. `mine`: lane l has the first sum of warp l, lane
 // l + 16 the second; zero for warps that do not exist.
-__device__ __forceinline__ Sums<float> sum_row_warps(float mine, int warps) {
-  if (warps > 8) mine += __shfl_xor_sync(kAllLanes, mine, 8);
-  if (warps > 4) mine += __shfl_xor_sync(kAllLanes, mine, 4);
-  if (warps > 2) mine += __shfl_xor_sync(kAllLanes, mine, 2);
-  if (warps > 1) mine += __shfl_xor_sync(kAllLanes, mine, 1);
+__device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
+#pragma unroll
+  for (int offset = kRingRowWarps / 2; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
   return both_halves(mine);
 }
 

@@ -6,7 +6,9 @@ from torch import Tensor
 
 Direction = Literal["forward", "backward"]
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
-KernelName = Literal["short_rows", "rows", "cluster", "few_rows", "ring", "split"]
+KernelName = Literal[
+    "short_rows", "elements", "rows", "cluster", "few_rows", "few_elements", "ring", "split"
+]
 WeightGradsName = Literal["none", "fused", "tiles", "columns"]
 
 def layer_norm(
@@ -29,6 +31,7 @@ def plan(
     dx: bool = True,
     dw_db: bool = True,
     one_dtype: bool = True,
+    y_as_x: bool = True,
     sm_count: int = 132,
     compute_capability: int = 90,
     large_clusters: int = 7,

@@ -1,0 +1,566 @@
+// The backward of rows that end within a chunk, column by column. As in ring.cuh blocks stay, rows
+// stream through shared memory, and dw and db come from the same read; but lanes have single
+// columns instead of chunks, which they read wherever the row begins, so that nothing need be
+// shifted into place. dx passes through shared memory and leaves it in whole granules.
+//
+// Few rows are taken one by one as in few_rows.cuh, with dw and db from other blocks of the launch.
+//
+// A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
+// them apart. A row is held by 8, 16 or 32 lanes, or shared out evenly among warps: of a block or
+// of a cluster.
+#pragma once
+
+#include <algorithm>
+
+#include "few_rows.cuh"
+#include "ring.cuh"
+
+namespace fastnorm::cuda {
+
+// A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
+// kStep columns apart, of which the first kWhole certainly exist.
+template <class X, int kSteps, int kWhole, int kStep>
+struct ElementColumns {
+  static constexpr int kCount = kSideBySide<X>;
+  using Values = float[kSteps][kCount];
+
+  // `left`: columns of the row from this lane's first on.
+  static __device__ __forceinline__ bool has(int s, int i, int left) {
+    return s < kWhole || s * kStep + i < left;
+  }
+
+  // The sums of (x - mean) * dy * weight and of dy * weight.
+  static __device__ __forceinline__ Sums<float> sum(const Values& x, const Values& dy,
+                                                    const Values& weight, float mean) {
+    Sums<float> parts[2];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        Sums<float>& part = parts[(s * kCount + i) % 2];
+        const float wdy = dy[s][i] * weight[s][i];
+        part.xhat_wdy = fma(x[s][i] - mean, wdy, part.xhat_wdy);
+        part.wdy += wdy;
+      }
+    }
+    parts[0].merge(parts[1]);
+    return parts[0];
+  }
+
+  // From device memory; zero if they do not exist.
+  static __device__ __forceinline__ void load_global(Values& values, const X* first, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[s][i] = has(s, i, left) ? widen(first[s * kStep + i]) : 0;
+      }
+    }
+  }
+
+  // The weight from column `begin` of the row on; ones where there is none.
+  static __device__ __forceinline__ void load_weight(Values& values, const void* weight,
+                                                     DType dtype, int begin, int left) {
+    const bool is_wide = kIs16Bit<X> && dtype == DType::kFloat32;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int at = begin + s * kStep + i;
+        values[s][i] = 1;
+        if (weight != nullptr && has(s, i, left)) {
+          values[s][i] = is_wide ? static_cast<const float*>(weight)[at]
+                                 : widen(static_cast<const X*>(weight)[at]);
+        }
+      }
+    }
+  }
+
+  // From shared memory, where this lane's first column is at `address`. Behind the last column
+  // there is room, and nothing of use: those that do not exist are zero.
+  static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float value =
+            load_element<X>(address + (s * kStep + i) * static_cast<unsigned>(sizeof(X)));
+        values[s][i] = has(s, i, left) ? value : 0;
+      }
+    }
+  }
+
+  // Into shared memory, likewise.
+  static __device__ __forceinline__ void store(const Values& values, unsigned address, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      Pack<X, 2> pair;
+      pair.set_pair(0, values[s][0], values[s][kCount - 1]);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const unsigned place = address + (s * kStep + i) * static_cast<unsigned>(sizeof(X));
+        if (has(s, i, left)) put_element(place, pair.element(i));
+      }
+    }
+  }
+};
+
+// The same value, which ptxas does not know to be: it works out what it can anew in every row, from
+// parameters and indices, and has registers left.
+__device__ __forceinline__ int keep(int value) {
+  return __shfl_sync(kAllLanes, value, threadIdx.x % kWarpSize);
+}
+
+// The granule of a place in device memory.
+__device__ __forceinline__ uintptr_t granule_of(const char* place) {
+  return reinterpret_cast<uintptr_t>(place) & ~uintptr_t{kChunkBytes - 1};
+}
+
+// The column where the run of the row's warp w begins.
+template <bool kShort, class X>
+__device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
+  if (kShort) return w == 0 ? 0 : static_cast<int>(p.cols);
+  const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
+  return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
+}
+
+// Starts to copy the granules in which `bytes` bytes from `source` on lie, up to kChunks by each of
+// kLanes lanes and one more by the first; `slot` is where this lane's first one goes.
+template <int kChunks, int kLanes>
+__device__ __forceinline__ void copy_granules(unsigned slot, const char* source, int bytes,
+                                              int lane) {
+  const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
+  const char* const granules =
+      reinterpret_cast<const char*>(granule_of(source)) + static_cast<unsigned>(lane * kChunkBytes);
+  const int left = offset + bytes - lane * kChunkBytes;
+#pragma unroll
+  for (int k = 0; k <= kChunks; ++k) {
+    constexpr int kStep = kLanes * kChunkBytes;
+    if (k * kStep < left && (k < kChunks || lane == 0)) {
+      copy_async(slot + k * kStep, granules + k * kStep);
+    }
+  }
+}
+
+template <class X, RingSpan kSpan, int kLanes, int kPairs>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+    backward_elements(const RingParameters<X> p) {
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
+  constexpr bool kCluster = kSpan == RingSpan::kCluster;
+  constexpr int kChunks = kRingChunks<X>;  // granules of a lane, at most
+  constexpr int kStages = kRingStages<X, kSpan>;
+  constexpr unsigned kTensorBytes = kRingGranules<X, kSpan, false> * kChunkBytes;
+  constexpr unsigned kStageBytes = 2 * kTensorBytes;
+  constexpr int kCount = kSideBySide<X>;
+  constexpr int kSteps = 2 * kPairs / kCount;
+  constexpr int kWhole = kSteps - 4 / kCount;  // a row's last two pairs may be missing
+  constexpr int kStep = kLanes * kCount;
+  constexpr int kTeams = kWarpSize / kLanes;
+  constexpr unsigned kTeamBytes = (kLanes * kChunks + 1) * kChunkBytes;
+  using Columns = ElementColumns<X, kSteps, kWhole, kStep>;
+  using Values = typename Columns::Values;
+  using Exchange = RingExchange<kSpan>;
+  extern __shared__ __align__(16) unsigned char ring_memory[];
+  __shared__ typename Exchange::Storage storage;
+
+  // Who owns what. A team's run begins at column `begin` of the row and has `run` columns; the
+  // lane's first is `column` of it.
+  const int warp = threadIdx.x / kWarpSize;
+  const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
+  const int lane = threadIdx.x % kLanes;
+  const int group = kShort ? warp : warp / p.warps;
+  const int row_warp = kShort ? 0 : warp - group * p.warps;
+  const int rank = kCluster ? cluster_rank() : 0;
+  const int cluster_size = kCluster ? p.cluster_size : 1;
+  const auto begin_of = [&](int w) { return begin_of_run<kShort>(p, w); };
+  const int place = rank * p.warps + row_warp;
+  const int begin = begin_of(place);
+  const int run = keep(begin_of(place + 1) - begin);
+  const int column = lane * kCount, left = run - column;
+
+  // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
+  const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
+  const int count = p.full_turns + (unit < p.last_turn ? 1 : 0);
+  const int64_t first = unit * kTeams + team;
+  const int64_t stride = p.unit_stride * kTeams;
+
+  const unsigned ring = keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, false> +
+                             team * kTeamBytes);
+  const auto next_slot = [&](unsigned slot) {
+    slot += kStageBytes;
+    return slot == ring + kStages * kStageBytes ? ring : slot;
+  };
+
+  // ---- copies into the ring
+
+  const int64_t x_step = stride * p.x_row_stride * kSize;
+  const int64_t dy_step = stride * p.dy_row_stride * kSize;
+  const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + begin);
+  const char* dy = reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + begin);
+  unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
+  unsigned dy_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dy));
+  int to_copy = count;
+  // A team that has another row to come does not reach the end of the tensor.
+  const bool apart = min(x_step, dy_step) >= kChunkBytes;
+  const int careful = keep(apart ? (kShort ? 2 : 1) : count);  // rows to the end
+  const auto copy_row = [&](unsigned slot) {
+    if (to_copy > 0) {
+      constexpr unsigned kGranules = kLanes * kChunkBytes;
+      const unsigned mine = slot + lane * kChunkBytes;
+      const int bytes = run * kSize;
+      if (to_copy > careful) {
+        copy_granules<kChunks, kLanes>(mine, x, bytes, lane);
+        copy_granules<kChunks, kLanes>(mine + kTensorBytes, dy, bytes, lane);
+      } else if (kShort && first + (count - to_copy) * stride >= p.rows) {
+#pragma unroll 1
+        for (int k = 0; k < kChunks + (lane == 0 ? 1 : 0); ++k) {
+          store_shared(mine + k * kGranules, Granule());
+          store_shared(mine + kTensorBytes + k * kGranules, Granule());
+        }
+      } else {
+        copy_granules<kSize, kChunks>(mine, kGranules, x, p.x_end, bytes, lane, kLanes);
+        copy_granules<kSize, kChunks>(mine + kTensorBytes, kGranules, dy, p.dy_end, bytes, lane,
+                                      kLanes);
+      }
+      x += x_step;
+      dy += dy_step;
+      --to_copy;
+    }
+    commit_copies();
+  };
+
+  // ---- the start: what is small first, for it would wait behind the copies that fill the ring
+
+  Exchange exchange(storage, p.warps, cluster_size, group, row_warp);
+  if constexpr (kCluster) cluster_arrive();
+  // Statistics of the rows of kTurns turns, one of a row per lane.
+  constexpr int kTurns = kWarpSize / kTeams;
+  float means, rstds, later_means, later_rstds;
+  const auto load_statistics = [&](int turn) {
+    const int in_warp = threadIdx.x % kWarpSize;
+    const int64_t r =
+        (unit + (turn + in_warp / kTeams) * p.unit_stride) * kTeams + in_warp % kTeams;
+    const bool exists = turn + in_warp / kTeams < count && r < p.rows;
+    later_means = exists ? __ldg(p.mean + r) : 0;
+    later_rstds = exists ? __ldg(p.rstd + r) : 0;
+  };
+  // In the order of the turns.
+  const auto statistics_of = [&](int turn, float& mean, float& rstd) {
+    if (turn % kTurns == 0) {
+      means = later_means;
+      rstds = later_rstds;
+      load_statistics(turn + kTurns);
+    }
+    const int source = turn % kTurns * kTeams + team;
+    mean = __shfl_sync(kAllLanes, means, source);
+    rstd = __shfl_sync(kAllLanes, rstds, source);
+  };
+  load_statistics(0);
+  Values weight;
+  Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
+#pragma unroll 1
+  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
+  float dw[kSteps][kCount] = {}, db[kSteps][kCount] = {};
+  let_next_kernel_start();
+
+  // ---- a row
+
+  const auto load_row = [&](Values& x_values, Values& dy_values, unsigned slot, unsigned x_offset,
+                            unsigned dy_offset) {
+    const unsigned mine = slot + column * kSize;
+    Columns::load(x_values, mine + x_offset % kChunkBytes, left);
+    Columns::load(dy_values, mine + kTensorBytes + dy_offset % kChunkBytes, left);
+  };
+
+  int64_t row = first;
+  int64_t dx_step = stride * p.cols * kSize;
+  dx_step = static_cast<int64_t>(keep(static_cast<int>(dx_step >> 32))) << 32 |
+            static_cast<unsigned>(keep(static_cast<int>(dx_step)));
+  char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin);
+  const auto finish_row = [&](const Values& x_values, const Values& dy_values, unsigned slot,
+                              float mean, float rstd, const Sums<float>& sums) {
+    const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
+    const unsigned shifted = reinterpret_cast<uintptr_t>(dx) % kChunkBytes;
+    const unsigned mine = slot + shifted + column * kSize;  // in the place of x
+    __syncwarp();                                           // all lanes have read x
+    Values out;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float centred = x_values[s][i] - mean;
+        const float scaled = dy_values[s][i] * rstd;
+        dw[s][i] = fma(scaled, centred, dw[s][i]);
+        db[s][i] += dy_values[s][i];
+        out[s][i] = gradient.dx(centred, scaled, weight[s][i]);
+      }
+    }
+    Columns::store(out, mine, left);
+    __syncwarp();
+    if (!kShort || row < p.rows) {
+      const unsigned end = shifted + run * kSize;
+      char* const origin = reinterpret_cast<char*>(granule_of(dx));  // places as in `slot`
+      const unsigned staged = slot + lane * kChunkBytes;
+      char* const granules = origin + static_cast<unsigned>(lane * kChunkBytes);
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        constexpr int kStep = kLanes * kChunkBytes;
+        const bool whole = k * kStep + (lane + 1) * kChunkBytes <= static_cast<int>(end);
+        if (whole && (k > 0 || lane > 0 || shifted == 0)) {
+          const Granule granule = load_shared(staged + k * kStep);
+          *reinterpret_cast<uint4*>(granules + k * kStep) =
+              make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
+        }
+      }
+      // The elements before the first whole granule, and those after the last one.
+      constexpr int kColumns = kChunkColumns<X>;
+      const unsigned last = end / kChunkBytes * kChunkBytes;
+      const auto store = [&](bool after) {
+        const unsigned at = lane % kColumns * kSize + (after ? last : 0);
+        const bool outside = after ? last > 0 || shifted == 0 : shifted > 0 && at >= shifted;
+        if (outside && at < end) store_element<kSize>(origin + at, slot + at);
+      };
+      if constexpr (kLanes >= 2 * kColumns) {
+        if (lane < 2 * kColumns) store(lane >= kColumns);
+      } else {
+        store(false);
+        store(true);
+      }
+    }
+    __syncwarp();  // before the slot is filled again
+    dx += dx_step;
+    row += stride;
+  };
+
+  // ---- all rows
+
+  unsigned slot = ring;
+  float mean, rstd;
+  if constexpr (kShort) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      statistics_of(i, mean, rstd);
+      wait_copies<kStages - 1>();
+      __syncwarp();  // the lanes' copies have arrived
+      Values x_values, dy_values;
+      load_row(x_values, dy_values, slot, x_low, dy_low);
+      const Sums<float> sums =
+          sum_row_lanes(Columns::sum(x_values, dy_values, weight, mean), kLanes);
+      finish_row(x_values, dy_values, slot, mean, rstd, sums);
+      copy_row(slot);
+      slot = next_slot(slot);
+      x_low += static_cast<unsigned>(x_step);
+      dy_low += static_cast<unsigned>(dy_step);
+    }
+  } else {
+    float next_mean, next_rstd;
+    unsigned next_x_low = x_low, next_dy_low = dy_low;
+    const auto post_row = [&](int i, unsigned from) {
+      statistics_of(i, next_mean, next_rstd);
+      __syncwarp();  // the lanes' copies have arrived
+      Values x_values, dy_values;
+      load_row(x_values, dy_values, from, next_x_low, next_dy_low);
+      exchange.post(i, Columns::sum(x_values, dy_values, weight, next_mean));
+      next_x_low += static_cast<unsigned>(x_step);
+      next_dy_low += static_cast<unsigned>(dy_step);
+    };
+    if constexpr (kCluster) {
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    if (count > 0) {
+      wait_copies<kStages - 1>();
+      post_row(0, slot);
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const unsigned next = next_slot(slot);
+      mean = next_mean;
+      rstd = next_rstd;
+      if (i + 1 < count) {
+        wait_copies<kStages - 2>();
+        post_row(i + 1, next);
+      }
+      const Sums<float> sums = exchange.collect(i);
+      Values x_values, dy_values;
+      load_row(x_values, dy_values, slot, x_low, dy_low);
+      x_low += static_cast<unsigned>(x_step);
+      dy_low += static_cast<unsigned>(dy_step);
+      finish_row(x_values, dy_values, slot, mean, rstd, sums);
+      copy_row(slot);
+      slot = next;
+    }
+  }
+  wait_copies<0>();
+  if constexpr (kCluster) {
+    cluster_arrive();  // no block leaves before all have sent and received their sums
+    cluster_wait();
+  }
+  if (p.dw_partials == nullptr) return;
+
+  // ---- one row of partial sums per cluster
+
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+        dw[s][i] += __shfl_xor_sync(kAllLanes, dw[s][i], offset);
+        db[s][i] += __shfl_xor_sync(kAllLanes, db[s][i], offset);
+      }
+    }
+  }
+  const int block_begin = begin_of(rank * p.warps);
+  const int block_columns = begin_of((rank + 1) * p.warps) - block_begin;
+  const int width = (block_columns + 3) / 4 * 4;
+  float* const staging = reinterpret_cast<float*>(ring_memory);
+  const auto stage = [&](const float (&values)[kSteps][kCount], float* target) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (Columns::has(s, i, left)) {
+          target[begin - block_begin + column + s * kStep + i] = values[s][i];
+        }
+      }
+    }
+  };
+  __syncthreads();
+  if (team == 0) {
+    stage(dw, staging + group * width);
+    stage(db, staging + (p.groups + group) * width);
+  }
+  leave_partials<false>(p, staging, width, block_begin, kCluster ? 1 : p.merged, cluster_size);
+}
+
+// A row per group, added up in the same order; and before those, blocks of tiles of columns. Memory
+// is read and written column by column: rows are few, and time goes by waiting.
+template <class X, RingSpan kSpan, int kLanes, int kPairs>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+    backward_few_elements(const RingParameters<X> p, const FewRowsParameters<X> tiles) {
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
+  constexpr bool kCluster = kSpan == RingSpan::kCluster;
+  constexpr int kCount = kSideBySide<X>;
+  constexpr int kSteps = 2 * kPairs / kCount;
+  constexpr int kWhole = kSteps - 4 / kCount;
+  constexpr int kTeams = kWarpSize / kLanes;
+  using Columns = ElementColumns<X, kSteps, kWhole, kLanes * kCount>;
+  using Values = typename Columns::Values;
+  using Tile = ColumnTile<X, kMinTileLanes>;
+  __shared__ union alignas(16) {
+    typename Tile::Storage tile;
+    typename RowSumsExchange<kSpan>::Storage sums;
+  } storage;
+  if (blockIdx.x < tiles.column_blocks) {
+    Tile::template sum<false>(tiles, blockIdx.x, storage.tile);
+    return;
+  }
+  if constexpr (kCluster) cluster_arrive();
+  const int warp = threadIdx.x / kWarpSize;
+  const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
+  const int group = warp / p.warps;
+  const int row_warp = warp - group * p.warps;
+  const int rank = kCluster ? cluster_rank() : 0;
+  const int begin = begin_of_run<kShort>(p, rank * p.warps + row_warp);
+  const int run = begin_of_run<kShort>(p, rank * p.warps + row_warp + 1) - begin;
+  const int column = threadIdx.x % kLanes * kCount;
+  const int64_t unit = (blockIdx.x - tiles.column_blocks) / (kCluster ? p.cluster_size : 1);
+  const int64_t row = (unit * p.groups + group) * kTeams + team;
+  const bool active = row < p.rows;
+  const int left = run - column;
+
+  Values x = {}, dy = {}, weight;
+  float mean = 0, rstd = 0;
+  if (active) {
+    Columns::load_global(x, p.x + row * p.x_row_stride + begin + column, left);
+    Columns::load_global(dy, p.dy + row * p.dy_row_stride + begin + column, left);
+    mean = p.mean[row];
+    rstd = p.rstd[row];
+  }
+  Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
+  const Sums<float> mine = Columns::sum(x, dy, weight, mean);
+  const Sums<float> sums = RowSumsExchange<kSpan>::sum(storage.sums, mine, kLanes, p.warps, group,
+                                                       row_warp, p.cluster_size);
+  if (!active) return;
+  const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
+  X* const dx = p.dx + row * p.cols + begin + column;
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    const auto value = [&](int i) {
+      return gradient.dx(x[s][i] - mean, dy[s][i] * rstd, weight[s][i]);
+    };
+    Pack<X, 2> pair;
+    pair.set_pair(0, value(0), value(kCount - 1));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (Columns::has(s, i, left)) dx[s * kLanes * kCount + i] = pair.element(i);
+    }
+  }
+}
+
+template <class X>
+cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
+                                     const BackwardPlan& plan, cudaStream_t stream) {
+  const auto launch_run = [&](auto span, auto lanes, auto pairs) {
+    constexpr RingSpan kSpan = decltype(span)::value;
+    constexpr int kLanes = decltype(lanes)::value, kPairs = decltype(pairs)::value;
+    const int threads = plan.threads_per_row * plan.rows_per_block;
+    if (plan.kernel == Kernel::kFewElements) {
+      return launch(backward_few_elements<X, kSpan, kLanes, kPairs>, plan.blocks, dim3(threads),
+                    std::max(plan.cluster_size, plan.slices), stream, p, tiles);
+    }
+    const auto kernel = backward_elements<X, kSpan, kLanes, kPairs>;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, false>;
+    if (threads > kMaxThreadsPerRow) return cudaErrorInvalidValue;
+    static std::atomic<uint64_t> prepared{0};  // a bit per device
+    const cudaError_t error =
+        allow_blocks(reinterpret_cast<const void*>(kernel), kRingRowWarps * kWarpBytes,
+                     kSpan == RingSpan::kCluster, prepared);
+    if (error != cudaSuccess) return error;
+    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
+                          threads / kWarpSize * kWarpBytes, stream, p);
+  };
+  const auto launch_pairs = [&](auto pairs) {
+    using Pairs = decltype(pairs);
+    const auto of_warp = [&](auto lanes) {
+      return launch_run(std::integral_constant<RingSpan, RingSpan::kWarp>(), lanes, Pairs());
+    };
+    if constexpr (Pairs::value > kLeastElementPairs) {
+      const std::integral_constant<int, kWarpSize> whole_warp;
+      if (plan.cluster_size > 1) {
+        return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
+                          Pairs());
+      }
+      if (plan.threads_per_row > kWarpSize) {
+        return launch_run(std::integral_constant<RingSpan, RingSpan::kBlock>(), whole_warp,
+                          Pairs());
+      }
+      if (plan.threads_per_row == kWarpSize) return of_warp(whole_warp);
+      if (plan.threads_per_row == kWarpSize / 2) {
+        return of_warp(std::integral_constant<int, kWarpSize / 2>());
+      }
+    }
+    if (plan.threads_per_row == kLeastElementLanes) {
+      return of_warp(std::integral_constant<int, kLeastElementLanes>());
+    }
+    return cudaErrorInvalidValue;
+  };
+  switch (plan.columns_per_thread / 2) {
+    case kLeastElementPairs:
+      return launch_pairs(std::integral_constant<int, kLeastElementPairs>());
+    case 5:
+      return launch_pairs(std::integral_constant<int, 5>());
+    case 6:
+      return launch_pairs(std::integral_constant<int, 6>());
+    case 7:
+      return launch_pairs(std::integral_constant<int, 7>());
+    case 8:
+      return launch_pairs(std::integral_constant<int, 8>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fastnorm::cuda
