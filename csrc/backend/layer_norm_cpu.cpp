@@ -1,8 +1,8 @@
 // The operators on the CPU: the kernels of cpu/ on PyTorch's own threads.
 #include "cpu/layer_norm_cpu.h"
 
-#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "backend/prepare.h"

@@ -2,7 +2,7 @@
 // say so.
 #include "backend/layer_norm_cuda.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "backend/prepare.h"

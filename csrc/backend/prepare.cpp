@@ -1,7 +1,7 @@
 // From tensors to kernel arguments; see prepare.h.
 #include "backend/prepare.h"
 
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
 
 #include <optional>
 

@@ -1,5 +1,5 @@
 // The operators without data: shapes, dtypes and strides of what the kernels return.
-#include <ATen/Functions.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "layer_norm.h"
