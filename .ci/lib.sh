@@ -1,7 +1,27 @@
 # What the checks in .ci/ share: environments, what they hold, and what must not be in them.
 # Sourced by .ci/run.
 
-section() { printf '\n==== [%5d s] %s ====\n' "$SECONDS" "$*"; }
+# Says what is done now. Kept in a file as well, for checks run in subshells.
+section() {
+  printf '\n==== [%5d s] %s ====\n' "$SECONDS" "$*"
+  printf '%d\t%s\t%s\n' "$SECONDS" "$check" "$*" >>"$work/sections"
+}
+
+# Prints what each section took, and then each check.
+print_seconds() {
+  printf '%d\n' "$SECONDS" >>"$work/sections"
+  awk -F '\t' '
+    NR > 1 {
+      printf "%6d s  %-14s %s\n", $1 - start, check, section
+      if (!(check in seconds)) order[++checks] = check
+      seconds[check] += $1 - start
+    }
+    { start = $1; check = $2; section = $3 }
+    END {
+      print ""
+      for (i = 1; i <= checks; ++i) printf "%6d s  %s\n", seconds[order[i]], order[i]
+    }' "$work/sections"
+}
 
 fail() {
   echo "$*" >&2
