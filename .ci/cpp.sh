@@ -4,11 +4,11 @@
 check_cpp() {
   command -v cmake >/dev/null || fail "cmake is not on the PATH: C++ programs cannot be checked"
   hide_nvcc
-  section "C++: Python's package"
   make_wheel
-  new_environment cpp "$CPU_PYTHON" "$CPU_TORCH"
+  section "C++: Python's package"
+  enter_builder
   pip install "$work"/wheel/fastnorm-*.whl
   section "C++: the library by CMake, and programs with that and with the package's"
   tests/cpp/run "$work/cpp"
-  drop_environment cpp
+  drop_environment builder
 }

@@ -27,14 +27,25 @@ check_cuda_torch_without_nvcc() (
     env FASTNORM_CUDA=1 pip install --no-deps .
 )
 
+# Activates the environment that the wheel is made in, which holds CPU_TORCH; makes it unless it is
+# there.
+enter_builder() {
+  if [ -d "$work/environments/builder" ]; then
+    # shellcheck disable=SC1091
+    source "$work/environments/builder/bin/activate"
+  else
+    new_environment builder "$CPU_PYTHON" "$CPU_TORCH" setuptools ninja
+  fi
+}
+
 # Makes the wheel of the source distribution for CPU_TORCH unless it is there.
 make_wheel() {
   if [ -d "$work/wheel" ]; then return; fi
   section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
   unpacked_sdist >/dev/null
-  new_environment builder "$CPU_PYTHON" "$CPU_TORCH" setuptools ninja
+  enter_builder
   pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$work"/sdist/fastnorm-*.tar.gz
-  drop_environment builder
+  deactivate
 }
 
 # As the README says, in a project of uv's and in an environment. uv does not read pip's settings.

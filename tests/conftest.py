@@ -9,6 +9,9 @@ from pathlib import Path
 
 # Inductor's pool of compilers takes longer to start, and to end, than the few kernels of the tests.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Nor does each process try, in ten compilations and ten processes, which vector instructions the
+# C++ compiler knows: the code around fastnorm's operators does without.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
 import torch
