@@ -27,8 +27,7 @@ check_cuda_torch_without_nvcc() (
     env FASTNORM_CUDA=1 pip install --no-deps .
 )
 
-# Activates the environment that the wheel is made in, which holds CPU_TORCH; makes it unless it is
-# there.
+# Activates the environment that compiles for CPU_TORCH; makes it unless it is there.
 enter_builder() {
   if [ -d "$work/environments/builder" ]; then
     # shellcheck disable=SC1091
@@ -42,9 +41,10 @@ enter_builder() {
 make_wheel() {
   if [ -d "$work/wheel" ]; then return; fi
   section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
-  unpacked_sdist >/dev/null
+  local tree
+  tree=$(unpacked_sdist)
   enter_builder
-  pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$work"/sdist/fastnorm-*.tar.gz
+  pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$tree"
   deactivate
 }
 
@@ -54,7 +54,7 @@ check_uv() {
   section "uv: a project"
   new_environment uv "$CPU_PYTHON" uv
   use_pips_indexes_in_uv
-  export UV_CACHE_DIR=$work/uv_cache # the project builds fastnorm, the environment takes that
+  export UV_CACHE_DIR=$work/uv_cache
   mkdir -p "$work/project"
   cat >"$work/project/pyproject.toml" <<TOML
 [project]
@@ -66,23 +66,21 @@ dependencies = ["fastnorm", "$CPU_TORCH"]
 [tool.uv.sources]
 fastnorm = { path = "$PWD" }
 
-$(sed -n '/^\[dependency-groups\]/,/^```/p' README.md | sed '/^```/d')
+$(sed -n '/^\[tool.uv/,/^```/p' README.md | sed '/^```/d')
 TOML
   (cd "$work/project" && uv sync --python "$(find_python "$CPU_PYTHON")" &&
     uv run --no-sync python -c "
 import fastnorm, torch
 assert fastnorm._C.build_info()['torch'] == torch.__version__.split('+')[0] == '${CPU_TORCH##*=}'")
   section "uv: an environment"
-  uv venv --quiet --python "$(find_python "$CPU_PYTHON")" "$work/environments/of_uv"
+  # Where the wheel was made: what ninja finds unchanged is not compiled again.
   (
-    # shellcheck disable=SC1091
-    source "$work/environments/of_uv/bin/activate"
+    cd "$(unpacked_sdist)"
+    enter_builder
     export PATH="$PATH:$work/environments/uv/bin"
-    uv pip install --quiet "$CPU_TORCH"
     uv pip install setuptools ninja && uv pip install --no-build-isolation .
     check_build "info['torch'] == '${CPU_TORCH##*=}'"
   )
-  rm -rf "$work/environments/of_uv"
   drop_environment uv
 }
 
