@@ -7,7 +7,8 @@ check_cpp() {
   make_wheel
   section "C++: Python's package"
   enter_builder
-  pip install --force-reinstall --no-deps "$work"/wheel/fastnorm-*.whl
+  pip uninstall --yes fastnorm # what check_uv installed
+  pip install "$work"/wheel/fastnorm-*.whl
   section "C++: the library by CMake, and programs with that and with the package's"
   tests/cpp/run "$work/cpp"
   drop_environment builder
