@@ -40,9 +40,9 @@ enter_builder() {
 # Makes the wheel of the source distribution for CPU_TORCH unless it is there.
 make_wheel() {
   if [ -d "$work/wheel" ]; then return; fi
-  section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
   local tree
   tree=$(unpacked_sdist)
+  section "pip wheel: Python $CPU_PYTHON, $CPU_TORCH, no nvcc"
   enter_builder
   pip wheel --no-build-isolation --no-deps --wheel-dir "$work/wheel" "$tree"
   deactivate
