@@ -145,6 +145,7 @@ __device__ __forceinline__ void copy_granules(unsigned slot, const char* source,
 template <class X, RingSpan kSpan, int kLanes, int kPairs>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     backward_elements(const RingParameters<X> p) {
+  if (!kStreams) return;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kCluster = kSpan == RingSpan::kCluster;
@@ -441,6 +442,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 template <class X, RingSpan kSpan, int kLanes, int kPairs>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     backward_few_elements(const RingParameters<X> p, const FewRowsParameters<X> tiles) {
+  if (!kStreams) return;
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kCluster = kSpan == RingSpan::kCluster;
   constexpr int kCount = kSideBySide<X>;

@@ -190,6 +190,7 @@ constexpr int kFewRowsBlocks = kVectorized && (sizeof(X) == 2 || kSpan != RingSp
 template <class X, RingSpan kSpan, bool kVectorized>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, kVectorized>))
     backward_few_rows(const FewRowsParameters<X> p) {
+  if (!kStreams) return;
   constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr bool kShort = kSpan == RingSpan::kWarp;

@@ -206,6 +206,7 @@ class MomentsExchange {
 template <class X, bool kVectorized>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     forward_ring(const ForwardRingParameters<X> p) {
+  if (!kStreams) return;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kChunks = kForwardChunks;

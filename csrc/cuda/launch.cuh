@@ -8,6 +8,15 @@
 
 namespace fastnorm::cuda {
 
+// Whether the architecture that is compiled for has the shared memory and the barriers of the
+// kernels that stream rows, and of those that add in their order. Elsewhere no plan has them, and
+// they are left empty: a library of all architectures would be too large otherwise.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+constexpr bool kStreams = false;
+#else
+constexpr bool kStreams = true;
+#endif
+
 // Launches and returns the launch's own error. A cluster_size of one is a plain launch.
 // `shared_bytes`: dynamic shared memory of a block.
 template <class... Parameters>

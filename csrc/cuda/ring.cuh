@@ -255,6 +255,7 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
 template <class X, RingSpan kSpan, bool kVectorized>
 __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     backward_ring(const RingParameters<X> p) {
+  if (!kStreams) return;
   constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
