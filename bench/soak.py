@@ -284,6 +284,7 @@ def main() -> int:
             if state["size"] != asdict(soak.size):
                 parser.error("build/soak.pt is of a model of another size; see --fresh")
             soak.load(state)
+            del state  # as large as both models
         soak.run(arguments.seconds)
         STATE.parent.mkdir(exist_ok=True)
         torch.save(soak.state(), STATE)

@@ -4,7 +4,8 @@
 
 First each tool must find an error planted for it, and the calls run once without a tool, under the
 profiler, to see that they reach every kernel that the library holds. Then all calls run under
-memcheck, racecheck, initcheck and synccheck, spread over processes, with the caching allocator off.
+memcheck, racecheck, initcheck and synccheck, spread over processes and all GPUs, with the caching
+allocator off.
 The summary is kept in tests/reports/. Exit code 0 if every call ran under every tool without one
 report and every kernel was seen.
 """
@@ -31,6 +32,8 @@ import variants
 from fastnorm import _C
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+DEVICES = torch.cuda.device_count()
+WEIGHTS = {"memcheck": 1, "racecheck": 10, "initcheck": 1, "synccheck": 10}  # of their time
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
 # --- what runs under a tool -----------------------------------------------------------------------
@@ -138,7 +141,7 @@ class Job:
     output: Path
 
 
-def start(tool: str | None, words: list[str], folder: Path, name: str) -> Job:
+def start(tool: str | None, words: list[str], folder: Path, name: str, device: int = 0) -> Job:
     log, output = folder / f"{name}.log", folder / f"{name}.json"
     command = [sys.executable, __file__, *words, "--output", str(output)]
     if tool is not None:
@@ -147,7 +150,11 @@ def start(tool: str | None, words: list[str], folder: Path, name: str) -> Job:
             "--num-cuda-barriers", "65536",  # of the ring: 16 in each block that synccheck tracks
             *command,
         ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(DEVICES)))).split(",")
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": visible[device % len(visible)],
+    }  # fmt: skip
     if tool is not None:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("wb") as file:
@@ -186,7 +193,7 @@ def check_tool(tool: str, processes: int, folder: Path, until: float) -> dict[st
     begin = time.time()
     words = ["--processes", str(processes), "--deadline", str(until - 10)]
     jobs = [
-        start(tool, ["--share", str(i), *words], folder, f"{tool}_{i}") for i in range(processes)
+        start(tool, ["--share", str(i), *words], folder, f"{tool}_{i}", i) for i in range(processes)
     ]
     result: dict[str, Any] = {
         "calls": 0, "ran": 0, "reports": 0, "failed_processes": 0, "not_finite": [],
@@ -250,8 +257,8 @@ def main() -> int:
         watching = start(None, ["--seen"], folder, "seen")
         planted = check_planted(folder, time.time() + arguments.seconds / 5)
         for i, tool in enumerate(arguments.tools):
-            # An equal share of the time that is left; racecheck takes several times the others'.
-            weights = [3 if other == "racecheck" else 1 for other in arguments.tools[i:]]
+            # A share of the time that is left, as much as the tool takes.
+            weights = [WEIGHTS[other] for other in arguments.tools[i:]]
             until = time.time() + (end - time.time()) * weights[0] / sum(weights)
             results[tool] = check_tool(tool, arguments.processes, folder, until)
         covered = coverage(watching, end + 20)

@@ -148,6 +148,8 @@ def test_forced_backward_kernels(
         pytest.skip("only a cluster has a size")
     if kernel in ("few_rows", "few_elements"):
         weight_grads = "tiles"
+    if (kernel, weight_grads) == ("split", "fused"):
+        pytest.skip("a row that is cut has no fused sums")
     request: dict[str, Any] = {"kernel": kernel, "weight_grads": weight_grads}
     if kernel == "cluster" or (kernel in by_block and cluster_size > 2):
         request["cluster_size"] = cluster_size  # one block, otherwise

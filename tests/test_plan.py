@@ -413,14 +413,12 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
         assert plan["partials"] >= 1, where
         split = plan["segments"] * rows if plan["kernel"] == "split" else 0
         assert plan["workspace_bytes"] >= 2 * item * (plan["partials"] * cols + split), where
-        if (plan["weight_grads"], plan["kernel"]) == ("fused", "split"):
-            assert plan["partials"] * 8 <= max(rows, 8), where
-            assert plan["partials"] * plan["segments"] <= max(2 * sm_count, plan["segments"]), where
-        elif plan["weight_grads"] == "fused":
+        if plan["weight_grads"] == "fused":
+            assert plan["kernel"] != "split", where
             launched = plan["cluster_size"] * plan["merged"]
             assert plan["partials"] * launched == plan["blocks"], where
         else:
-            assert weight_grads != "fused", where
+            assert weight_grads != "fused" or plan["kernel"] == "split", where
             threads = plan["column_threads"]
             assert threads in (1, 2, 4, 8, 16, 32), where
             assert threads * plan["column_rows"] <= 1024, where

@@ -60,8 +60,9 @@ def test_against_float64(device: str, problem: Problem) -> None:
     )
     mask = problem.output_mask
     gradients = check_backward(
-        grad_out, x, shape, weight, bias, eps, mask, out_of_range=problem.out_of_range
-    )
+        grad_out, x, shape, weight, bias, eps, mask,
+        out_dtype=problem.out_dtype, out_of_range=problem.out_of_range,
+    )  # fmt: skip
     for t, old in zip((x, grad_out), before):
         assert torch.equal(t.nan_to_num(), old.nan_to_num()), "an argument was changed"
 

@@ -127,7 +127,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"kernel": "elements", "cluster_size": 2},
     {"kernel": "elements", "weight_grads": "columns"},
     {"kernel": "split", "weight_grads": "columns"},
-    {"kernel": "split", "weight_grads": "fused"},
 ]
 
 

@@ -24,6 +24,7 @@ Request = tuple[tuple[str, Any], ...]
 FORWARD_REQUESTS: list[dict[str, Any]] = [
     {},
     {"kernel": "short_rows"},
+    {"kernel": "elements"},
     {"kernel": "rows"},
     *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
     *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
@@ -41,6 +42,7 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
         *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "split"},
     )
+    if (weight_grads, request["kernel"]) != ("fused", "split")
 ]
 BACKWARD_REQUESTS += [
     {"kernel": "few_elements"},

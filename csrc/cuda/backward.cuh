@@ -5,8 +5,7 @@
 // db stay in its registers from row to row. At the end each block (with clusters: each cluster)
 // leaves one row of partial sums, which finish_weight_grads of weight_grads.cuh adds up.
 // Rows too long for registers are cut into segments: backward_segment_sums, then
-// backward_segment_apply, which reads x and dy again. dw and db come from the first of the two
-// reads: they need the statistics of a row, but not its sums.
+// backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
 #pragma once
 
 #include "few_rows.cuh"
@@ -37,7 +36,6 @@ struct BackwardParameters {
   A* db_partials;         // likewise
   Sums<A>* segment_sums;  // [rows, segments], of kSplit
   int64_t segments;
-  int64_t slices;  // of the rows, a partial sum of dw and db each; of kSplit
   int cluster_size;
 };
 
@@ -173,11 +171,7 @@ __device__ __forceinline__ void store_partials(
   __syncthreads();
   for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
        column += blockDim.x * blockDim.y) {
-    A sum = 0;
-    for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
-      sum += staging[row * width + column];
-    }
-    partials[column] = sum;
+    partials[column] = sum_column(staging + column, width, blockDim.y);
   }
 }
 
@@ -251,45 +245,22 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   }
 }
 
-// A block takes a segment of every p.slices-th row. With kWeightGrads there are as many slices as
-// partial sums of dw and db, else one for each row.
-template <class X, class DY, class W, bool kWeightGrads, bool kVectorized>
-__global__ void __launch_bounds__(kSegmentThreads, 2)
+template <class X, class DY, class W, bool kVectorized>
+__global__ void __launch_bounds__(kSegmentThreads)
     backward_segment_sums(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   using Reducer = RowReducer<Sums<A>, false>;
-  // Registers for the next row, whose loads then wait beside the sums of this one.
-  constexpr bool kAhead = kWeightGrads && kIs16Bit<X>;
   __shared__ typename Reducer::Storage storage;
   Reducer reducer(storage, kSegmentThreads, 1);
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
-  BackwardTile<X, DY, W, kVectorized> tile, next;
+  BackwardTile<X, DY, W, kVectorized> tile;
   tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
-  WeightGradTile<X> weight_grads;
-  const auto load = [&](auto& to, int64_t row) {
-    to.x.load_by_warps(p.x + row * p.x_row_stride + segment.begin, segment.share, p.x_end);
-    to.dy.load_by_warps(p.dy + row * p.dy_row_stride + segment.begin, segment.share, p.dy_end);
-  };
-  int64_t row = segment.row;
-  if (kAhead) load(next, row);
-  for (; row < p.rows; row += p.slices) {
-    if (kAhead) {
-      tile.x = next.x;
-      tile.dy = next.dy;
-      if (row + p.slices < p.rows) load(next, row + p.slices);
-    } else {
-      load(tile, row);
-    }
-    const A mean = p.mean[row], rstd = p.rstd[row];
-    const Sums<A> sums = reducer.reduce(sum_lanes(tile.sums(segment.share, mean, rstd), kWarpSize));
-    if (threadIdx.x == 0) p.segment_sums[row * p.segments + segment.index] = sums;
-    if constexpr (kWeightGrads) weight_grads.add(tile, mean, rstd);
-  }
-  if constexpr (kWeightGrads) {
-    const int64_t offset = segment.row * p.cols + segment.begin;
-    store_partials<X, kVectorized>(weight_grads.dw, segment.share, nullptr, p.dw_partials + offset);
-    store_partials<X, kVectorized>(weight_grads.db, segment.share, nullptr, p.db_partials + offset);
-  }
+  tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
+  tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
+                        p.dy_end);
+  const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]);
+  const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize));
+  if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
 }
 
 template <class X, class DY, class W, bool kVectorized>
@@ -335,9 +306,7 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
       return launch_rows(fused ? backward_rows<X, DY, W, true, true, kVectorized>
                                : backward_rows<X, DY, W, false, true, kVectorized>);
     case Kernel::kSplit: {
-      const cudaError_t error = launch(fused ? backward_segment_sums<X, DY, W, true, kVectorized>
-                                             : backward_segment_sums<X, DY, W, false, kVectorized>,
-                                       plan.segments * p.slices, threads, 1, stream, p);
+      const cudaError_t error = launch_rows(backward_segment_sums<X, DY, W, kVectorized>);
       if (error != cudaSuccess) return error;
       return launch_rows(backward_segment_apply<X, DY, W, kVectorized>);
     }
@@ -471,7 +440,6 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
         p.db_partials = db_partials;
         p.segment_sums = segment_sums;
         p.segments = plan.segments;
-        p.slices = plan.weight_grads == WeightGrads::kFused ? plan.partials : args.rows;
         p.cluster_size = plan.cluster_size;
         return plan.vectorized ? launch_dx<true>(p, plan, stream)
                                : launch_dx<false>(p, plan, stream);

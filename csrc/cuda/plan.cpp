@@ -705,17 +705,10 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const int64_t resident_groups = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
 
   if (problem.weight_grads) {
-    // The rows of a segment are shared out over few blocks: they leave as many partial sums, which
-    // dw and db by columns would leave as well.
-    const bool by_segments = plan.kernel == Kernel::kSplit;
-    const bool pays =
-        by_segments || (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
+    const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit;
+    const bool pays = (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
     const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
-    if (problem.dx && fuse && by_segments) {
-      plan.weight_grads = WeightGrads::kFused;
-      plan.partials = std::clamp<int64_t>(2 * device.sm_count / plan.segments, 1,
-                                          std::max<int64_t>(1, problem.rows / kMinRowsPerPartial));
-    } else if (problem.dx && fuse) {
+    if (can_fuse && fuse) {
       plan.weight_grads = WeightGrads::kFused;
       plan.partials = std::max<int64_t>(1, std::min(groups, resident_groups));
       if (by_ring && plan.cluster_size == 1) {

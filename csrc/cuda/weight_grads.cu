@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(kFinishThreads, 4) finish_kernel(const FinishP
   const DType dtype = bias ? p.db_dtype : p.dw_dtype;
   for (int i = thread; i < width; i += kFinishThreads) {
     const int64_t to = static_cast<int64_t>(blockIdx.x) * width + i;
-    A total = 0;
-    for (int row = 0; row < static_cast<int>(blockDim.y); ++row) total += sums[row * width + i];
+    const A total = sum_column(sums + i, width, blockDim.y);
     if (to < p.cols) store_element(target, dtype, to, total);
   }
 }

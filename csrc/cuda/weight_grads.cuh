@@ -28,6 +28,26 @@ __device__ __forceinline__ void store_element(void* target, DType dtype, int64_t
   }
 }
 
+// The sum of `count` numbers, `stride` apart, in eight chains: one alone has twice PyTorch's error
+// where 75 numbers are equal.
+template <class A>
+__device__ __forceinline__ A sum_column(const A* first, int stride, int count) {
+  constexpr int kChains = 8;
+  A chains[kChains] = {};
+  for (int i = 0; i < count; i += kChains) {
+#pragma unroll
+    for (int j = 0; j < kChains; ++j) {
+      if (i + j < count) chains[j] += first[(i + j) * stride];
+    }
+  }
+#pragma unroll
+  for (int step = kChains / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int j = 0; j < step; ++j) chains[j] += chains[j + step];
+  }
+  return chains[0];
+}
+
 template <class X, class DY>
 struct ColumnParameters {
   using A = Accumulator<X>;
@@ -97,11 +117,8 @@ __global__ void __launch_bounds__(kColumnThreads) column_sums(const ColumnParame
     __syncthreads();
     for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
          column += kColumnThreads) {
-      A sum = 0;
-      for (int row = 0; row < static_cast<int>(blockDim.y); ++row) {
-        sum += staging[row * width + column];
-      }
-      partials[slice * p.cols + begin + column] = sum;
+      partials[slice * p.cols + begin + column] =
+          sum_column(staging + column, static_cast<int>(width), blockDim.y);
     }
   };
   store(dw, p.dw_partials);
