@@ -102,9 +102,12 @@ def _root_of_squares(values: Tensor) -> float:
 
 def _least_mean_term(dtype: torch.dtype, cols: int) -> float:
     """Of subnormal rows. Their columns are divided by `cols` before they are added, so that a sum
-    does not overflow where the mean does not; each is then off by half the smallest number.
+    does not overflow where the mean does not; each is then off by half the smallest number. CUDA
+    kernels divide by the columns of a chunk, 16 bytes, even if the row has but one.
     """
-    return torch.finfo(accumulation_dtype(dtype)).tiny * max(1.0, cols / 2 / ARITHMETIC_UNITS)
+    columns = 16 // dtype.itemsize
+    smallest = max(cols, columns * columns) / 2
+    return torch.finfo(accumulation_dtype(dtype)).tiny * max(1.0, smallest / ARITHMETIC_UNITS)
 
 
 def _conditioning(variance: Tensor, eps: float) -> float:

@@ -105,6 +105,25 @@ def test_extreme_magnitudes(device: str, cols: int, magnitude: float) -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("cols", [1, 3, 12, 20, 40, 1000])
+def test_huge_equal_columns(device: str, cols: int) -> None:
+    """The mean times rstd is beyond float32; what is added for columns that a lane lacks is not."""
+    x = torch.full((5, cols), 1e37, device=device)
+    grad_out = random((5, cols), torch.float32, device, seed=3)
+    check_backward(grad_out, x, [cols])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_equal_gradients_add_up(device: str, dtype: torch.dtype) -> None:
+    """Roundings of one chain of sums all go one way."""
+    for rows, cols in ((75, 1), (250, 1), (1000, 7), (5000, 64)):
+        x = random((rows, cols), dtype, device)
+        row, bias = (random((cols,), dtype, device, seed=seed) for seed in (3, 2))
+        check_backward(
+            row.expand(rows, cols), x, [cols], None, bias, output_mask=[False, False, True]
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
 def test_one_column_has_no_weight_gradient(device: str, dtype: torch.dtype) -> None:
     """x - mean is exactly zero, so dx and dw are too, however large x is (ATen's dw is not)."""

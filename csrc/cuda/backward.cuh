@@ -75,7 +75,7 @@ struct BackwardTile {
     return weighted ? value * weight.template get<A>(k, i) : value;
   }
 
-  // The sums over this thread's columns. Those that do not exist add nothing, their dy being zero.
+  // The sums over this thread's columns; those that do not exist add nothing.
   __device__ __forceinline__ Sums<A> sums(const RowShare& share, A mean, A rstd) const {
     Sums<A> sums;
 #pragma unroll
@@ -84,7 +84,9 @@ struct BackwardTile {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         const A g = wdy(k, i);
-        chunk.xhat_wdy = fma(xhat(k, i, mean, rstd), g, chunk.xhat_wdy);
+        // Zero minus the mean, times rstd, may be infinite.
+        const bool exists = kVectorized ? share.left(k) > 0 : i < share.left(k);
+        chunk.xhat_wdy = fma(exists ? xhat(k, i, mean, rstd) : A(0), g, chunk.xhat_wdy);
         chunk.wdy += g;
       }
       sums.merge(chunk);

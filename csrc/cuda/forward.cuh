@@ -126,13 +126,14 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
         if constexpr (!kVectorized) values[i] = i < left ? values[i] : first[r];
       }
       const A difference = tree_mean(values) - first[r];
-      sums[r] += left > 0 ? difference : A(0);
+      // A share of the mean at once: 64 differences of 1e37 have no sum in float32.
+      sums[r] = fma(left > 0 ? difference : A(0), p.chunk_share, sums[r]);
     }
   }
   sum_lanes<kLanes>(sums);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    mean[r] = fma(sums[r], p.chunk_share, first[r]);
+    mean[r] = first[r] + sums[r];
     sums[r] = 0;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {

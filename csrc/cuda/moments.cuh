@@ -56,7 +56,7 @@ struct ThreadMoments {
     const A delta = value - mean;
     const A share = quotient(A(1), count + 1);
     mean = fma(delta, share, mean);
-    m2 = fma(delta * delta, count * share, m2);
+    m2 = fma(delta * (count * share), delta, m2);  // no infinity times zero where this is the first
     count += 1;
   }
 };
