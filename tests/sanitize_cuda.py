@@ -41,9 +41,8 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazar
 PLANTED = {
     "memcheck": ("out[64 + threadIdx.x] = 1;", "a write past the end"),
     "racecheck": (
-        "__shared__ float s[32]; s[threadIdx.x] = threadIdx.x; "
-        "if (threadIdx.x < 32) out[threadIdx.x] = s[(threadIdx.x + 1) % 32] + s[0]; "
-        "s[(threadIdx.x + 7) % 32] = 2;",
+        "__shared__ float s[64]; s[threadIdx.x] = threadIdx.x; "
+        "out[threadIdx.x] = s[(threadIdx.x + 32) % 64];",
         "shared memory written and read by different threads",
     ),
     "initcheck": ("out[threadIdx.x] = in[threadIdx.x];", "a read of memory never written"),
