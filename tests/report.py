@@ -37,7 +37,8 @@ def _cpu_name() -> str:
 
 
 def head(command: str, device: str) -> dict[str, Any]:
-    changes = _git("status", "--porcelain", "--untracked-files=no")
+    code = (".", ":!tests/reports", ":!bench/results")  # what a run writes itself does not count
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", *code)
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -49,6 +50,14 @@ def head(command: str, device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
     }
+
+
+def earlier(name: str, head: dict[str, Any]) -> dict[str, Any]:
+    """The report of this name if it is of the same commit, build and device; else nothing."""
+    path = REPORTS / name
+    report = json.loads(path.read_text()) if path.exists() else {}
+    same = all(report.get(key) == value for key, value in head.items() if key != "date")
+    return report if same else {}
 
 
 def write(name: str, report: dict[str, Any]) -> None:

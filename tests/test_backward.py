@@ -105,6 +105,35 @@ def test_extreme_magnitudes(device: str, cols: int, magnitude: float) -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("cols", [40, 1000, 1025, 16_384, 70_001])
+def test_a_variance_beyond_float32(device: str, cols: int) -> None:
+    """The sum of (x - mean) * dy is infinite as well, where rstd is zero."""
+    x = random((5, cols), torch.float32, device, scale=2.5e36)
+    grad_out = random((5, cols), torch.float32, device, seed=3)
+    weight = random((cols,), torch.float32, device, seed=1)
+    for gradient in check_backward(grad_out, x, [cols], weight, weight, out_of_range=True):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("cols", [9, 40, 255, 256, 1000, 4097])
+def test_first_columns_that_mislead(device: str, cols: int) -> None:
+    """Under equal gradients dx is what the mean lacks, times the number of columns."""
+    for rows, first in ((1, 1), (37, 1), (37, 16)):
+        x = random((rows, cols), torch.float32, device)
+        x[:, :first] += 1000.0
+        grad_out = torch.full((1, 1), 0.7, device=device).expand(rows, cols)
+        check_backward(grad_out, x, [cols])
+
+
+@pytest.mark.parametrize("cols", [1, 2, 3, 7, 40])
+def test_subnormal_rows(device: str, cols: int) -> None:
+    for rows in (4, 37):
+        x = random((rows, cols), torch.float32, device, scale=torch.finfo(torch.float32).tiny / 4)
+        grad_out = random((rows, cols), torch.float32, device, seed=3)
+        weight = random((cols,), torch.float32, device, seed=1)
+        check_backward(grad_out, x, [cols], weight, weight)
+
+
 @pytest.mark.parametrize("cols", [1, 3, 12, 20, 40, 1000])
 def test_huge_equal_columns(device: str, cols: int) -> None:
     """The mean times rstd is beyond float32; what is added for columns that a lane lacks is not."""

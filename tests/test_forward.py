@@ -91,10 +91,10 @@ def test_a_variance_beyond_float32_leaves_no_nan(device: str, cols: int, scale: 
         torch.testing.assert_close(rstd.double(), expected[2].value, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("cols", [3, 9, 40, 255, 1000])
-def test_first_columns_that_mislead(cols: int) -> None:
-    """An outlier there, and a step after them: the CPU kernels' first guess at the mean is off."""
-    x = random((37, cols), torch.float32, "cpu")
+@pytest.mark.parametrize("cols", [3, 9, 40, 255, 256, 1000, 4097])
+def test_first_columns_that_mislead(device: str, cols: int) -> None:
+    """An outlier there, and a step after them: the kernels' first guess at the mean is off."""
+    x = random((37, cols), torch.float32, device)
     for first in (1, 16):
         odd = x.clone()
         odd[:, :first] += 1000.0
@@ -106,6 +106,29 @@ def test_squares_near_the_end_of_float32() -> None:
     for cols in (9, 100, 255):
         x = random((300, cols), torch.float32, "cpu", scale=(2e38 / cols) ** 0.5)
         check_forward(x, [cols], out_of_range=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [1, 2, 3, 5, 7, 8, 40, 300, 5000])
+def test_subnormal_rows(device: str, cols: int, dtype: torch.dtype) -> None:
+    x = random((40, cols), dtype, device, scale=torch.finfo(dtype).tiny / 4)
+    _, mean, _ = check_forward(x, [cols])
+    if cols == 1:
+        assert mean.equal(x.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [1, 2, 5, 64, 300, 1025])
+def test_rows_with_an_infinity(device: str, cols: int, dtype: torch.dtype) -> None:
+    """In each column once. The other rows are as they would be without it."""
+    x = random((cols + 2, cols), dtype, device)
+    x.diagonal().fill_(float("inf"))
+    y, mean, _ = check_forward(x, [cols])
+    assert y[:cols].isnan().any(1).all()
+    assert not mean[:cols].isfinite().any()
+    expected = ops.layer_norm_forward(x[cols:], [cols], None, None, 1e-5, None)
+    assert y[cols:].equal(expected[0])
+    assert mean[cols:].equal(expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -255,6 +255,19 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
+def test_dx_alone_by_column(dtype: str) -> None:
+    """Row by row where there are few, or where elements are as wide as a store."""
+
+    def kernel(rows: int, cols: int) -> str:
+        return _C.plan("backward", rows, cols, dtype, dw_db=False)["kernel"]
+
+    for cols in (257, 1023):
+        assert kernel(1000, cols) == "few_elements"
+        assert kernel(60_000, cols) == ("few_elements" if dtype == "float32" else "elements")
+    assert kernel(60_000, 12_289) == kernel(60_000, 50_257) == "elements"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
 def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
     """Of 128 MB of x and more at most 8 percent, of rows that one block holds 2 percent."""
     for cols in (64, 257, 768, 1024, 2048, 4095, 4096, 5120, 8191, 8192, 32_767, 32_768, 65_536):

@@ -96,11 +96,12 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
                                     static_cast<int>(p.cols)};
 
   Tile<X, kChunks, kColumns> x[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  const auto x_of = [&](int r) -> const X* {
     const int64_t row = warp_row + r * kTeams + team;
-    x[r].load(row < p.rows ? p.x + row * p.x_row_stride : nullptr, share);
-  }
+    return row < p.rows ? p.x + row * p.x_row_stride : nullptr;
+  };
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r].load(x_of(r), share);
   ParameterTile<W, kChunks, kColumns> parameters;
   // One by one: each team has a partial chunk, but only as its last one.
   const auto load_parameters = [&] {
@@ -111,10 +112,10 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
 
   // Means of chunks are taken relative to the row's first element, and so is their sum: a constant
   // row has exactly its value as mean and exactly no variance.
-  A first[kRows], sums[kRows], mean[kRows], rstd[kRows];
+  A first[kRows], sums[kRows], mean[kRows], rstd[kRows], shifts[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    first[r] = __shfl_sync(kAllLanes, x[r].template get<A>(0, 0), 0, kLanes);
+    first[r] = reference_point(__shfl_sync(kAllLanes, x[r].template get<A>(0, 0), 0, kLanes));
     sums[r] = 0;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -149,8 +150,29 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
     }
   }
   sum_lanes<kLanes>(sums);
+  A lacks[kRows];
+  bool far[kRows], any_far = false;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) rstd[r] = rsqrt(fma(sums[r], p.inverse_cols, p.eps));
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = rsqrt(fma(sums[r], p.inverse_cols, p.eps));
+    lacks[r] = 0;
+    const bool exists = warp_row + r * kTeams + team < p.rows;
+    any_far |= far[r] = exists && is_far(first[r] - mean[r], sums[r] * p.inverse_cols);
+  }
+  // Differences from the mean serve once more, for y. Where all rows had a sum of them, for what
+  // the mean lacks, 64 to 1024 columns of bfloat16 took 2 to 4 % more time on an H200.
+  if (__any_sync(kAllLanes, any_far)) {
+    find_lacking<kLanes>(lacks, mean, far, share.cols, p.inverse_cols, x_of);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t row = warp_row + r * kTeams + team;
+    shifts[r] = -(lacks[r] * rstd[r]);
+    if (threadIdx.x == 0 && row < p.rows) {
+      p.mean[row] = mean[r] + lacks[r];
+      p.rstd[row] = rstd[r];
+    }
+  }
 
   constexpr bool kLate = !kEarlyParameters<X, W> && kRows == 1;
   if constexpr (!kEarlyParameters<X, W> && !kLate) load_parameters();
@@ -159,17 +181,11 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
   const Writer writer{storage[warp], p.y, p.rows, kTeams, team};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int64_t first_row = warp_row + r * kTeams;
-    const int64_t row = first_row + team;
-    writer.write(first_row, share, [&](int k) {
+    writer.write(warp_row + r * kTeams, share, [&](int k) {
       if constexpr (kLate) parameters.load(p.weight, p.bias, share, k);
       return normalize<Y>(x[r].chunks[k], mean[r], rstd[r], parameters.weight[k],
-                          parameters.bias[k]);
+                          parameters.bias[k], shifts[r]);
     });
-    if (threadIdx.x == 0 && row < p.rows) {
-      p.mean[row] = mean[r];
-      p.rstd[row] = rstd[r];
-    }
   }
 }
 

@@ -35,13 +35,15 @@ class ElementTile {
     }
   }
 
-  // In two passes. Differences from the first column are averaged: equal columns have exactly their
-  // value as mean.
-  __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], float inverse_cols) {
-    float first[kRows], sums[kRows];
+  // In two passes. Differences from the first column are averaged. What a mean lacks is told apart,
+  // so that differences from it need not be computed again. row(r): what was loaded.
+  template <class Row>
+  __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], float (&lacks)[kRows],
+                                          int cols, float inverse_cols, const Row& row) {
+    float first[kRows], means[kRows], sums[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      first[r] = __shfl_sync(kAllLanes, values_[r][0][0], 0, kLanes);
+      first[r] = reference_point(__shfl_sync(kAllLanes, values_[r][0][0], 0, kLanes));
       sums[r] = sum([&](int s, int i, float sum) {
         const float difference = values_[r][s][i] - first[r];
         return fma(has(s, i) ? difference : 0.f, inverse_cols, sum);
@@ -50,24 +52,34 @@ class ElementTile {
     sum_lanes<kLanes>(sums);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      sets[r].mean = first[r] + sums[r];
+      means[r] = first[r] + sums[r];
       sums[r] = sum([&](int s, int i, float sum) {
-        const float delta = values_[r][s][i] - sets[r].mean;
+        const float delta = values_[r][s][i] - means[r];
         const float present = has(s, i) ? delta : 0.f;
         return fma(present, present, sum);
       });
     }
     sum_lanes<kLanes>(sums);
+    bool far[kRows], any_far = false;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) sets[r].m2 = sums[r];
+    for (int r = 0; r < kRows; ++r) {
+      sets[r] = {means[r], sums[r]};
+      lacks[r] = 0;
+      any_far |= far[r] = is_far(first[r] - means[r], sums[r] * inverse_cols);
+    }
+    if (__any_sync(kAllLanes, any_far)) {
+      find_lacking<kLanes>(lacks, means, far, cols, inverse_cols, row);
+    }
   }
 
   // Puts y of row r from place(r) on. Weight and bias are read once for all rows; as pairs where
-  // both are there and aligned. `first_column`: of the row, where the warp's begin.
+  // both are there and aligned. `shifts`: added to xhat. `first_column`: of the row, where the
+  // warp's begin.
   template <class W, class Place>
   __device__ __forceinline__ void put(const SetMoments<float> (&sets)[kRows],
-                                      const float (&rstd)[kRows], const W* weight, const W* bias,
-                                      int first_column, const Place& place) const {
+                                      const float (&rstd)[kRows], const float (&shifts)[kRows],
+                                      const W* weight, const W* bias, int first_column,
+                                      const Place& place) const {
     const W* const lane_weight = weight + first_column + column_;
     const W* const lane_bias = bias + first_column + column_;
     const auto put_by = [&](const auto& parameter) {
@@ -79,7 +91,7 @@ class ElementTile {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const auto y = [&](int i) {
-            const float xhat = (values_[r][s][i] - sets[r].mean) * rstd[r];
+            const float xhat = fma(values_[r][s][i] - sets[r].mean, rstd[r], shifts[r]);
             return fma(xhat, weights[i], biases[i]);
           };
           X* const target = place(r) + column_ + s * kStep;
@@ -185,27 +197,30 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int cols = static_cast<int>(p.cols);
   const auto row_of = [&](int r) { return first_row + r * kTeams + team; };
 
+  // Beyond the last row, that one again.
+  const auto x_of = [&](int r) {
+    return p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride;
+  };
   Tile tile(cols);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    // Beyond the last row, that one again.
-    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
-  }
+  for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
   SetMoments<float> sets[kRows];
-  tile.moments(sets, p.inverse_cols);
-  float rstd[kRows];
+  float lacks[kRows], rstd[kRows], shifts[kRows];
+  tile.moments(sets, lacks, cols, p.inverse_cols, x_of);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
+    shifts[r] = -(lacks[r] * rstd[r]);
     if (threadIdx.x % kLanes == 0 && row_of(r) < p.rows) {
-      p.mean[row_of(r)] = sets[r].mean;
+      p.mean[row_of(r)] = sets[r].mean + lacks[r];
       p.rstd[row_of(r)] = rstd[r];
     }
   }
   X* const y = p.y + first_row * p.cols;
   X* const staged =
       stages[warp] + reinterpret_cast<uintptr_t>(y) % kChunkBytes / sizeof(X) + team * cols;
-  tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * kTeams * cols; });
+  tile.put(sets, rstd, shifts, p.weight, p.bias, 0,
+           [&](int r) { return staged + r * kTeams * cols; });
   __syncwarp();
   const int64_t rows = p.rows - first_row;
   write_staged<kCapacity>(y, stages[warp],
@@ -235,26 +250,29 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   };
   const int begin = begin_of(warp), cols = begin_of(warp + 1) - begin;
 
+  // Beyond the last row, that one again.
+  const auto x_of = [&](int r) {
+    const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
+    return p.x + row * p.x_row_stride + begin;
+  };
   Tile tile(cols);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    // Beyond the last row, that one again.
-    const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
-    tile.load(r, p.x + row * p.x_row_stride + begin);
-  }
+  for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
   SetMoments<float> sets[kRows];
-  tile.moments(sets, quotient(1.f, static_cast<float>(cols)));
+  float lacks[kRows];
+  tile.moments(sets, lacks, cols, quotient(1.f, static_cast<float>(cols)), x_of);
   if (lane == 0) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = sets[r];
+    for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = {sets[r].mean + lacks[r], sets[r].m2};
   }
   __syncthreads();
   // Each half of the warp merges all sets.
   const int set = lane % kMaxWarps;
   const float count = set < warps ? static_cast<float>(begin_of(set + 1) - begin_of(set)) : 0.f;
-  float rstd[kRows];
+  float rstd[kRows], shifts[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
+    shifts[r] = -0.f;
     sets[r] = merge_lanes<kMaxWarps>(set < warps ? warp_moments[r][set] : SetMoments<float>(),
                                      count, p.inverse_cols);
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
@@ -271,7 +289,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   for (int r = 0; r < kRows; ++r) {
     staged[r] = stage_of(r) + reinterpret_cast<uintptr_t>(y_of(r)) % kChunkBytes / sizeof(X);
   }
-  tile.put(sets, rstd, p.weight, p.bias, begin, [&](int r) { return staged[r]; });
+  tile.put(sets, rstd, shifts, p.weight, p.bias, begin, [&](int r) { return staged[r]; });
   __syncwarp();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

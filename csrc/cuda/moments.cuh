@@ -22,6 +22,48 @@ __device__ __forceinline__ A tree_mean(A (&values)[kCount]) {
   return values[0];
 }
 
+// What differences are averaged from, so that equal columns have exactly their value as mean: one
+// of them, or zero where differences from it would be NaN.
+template <class A>
+__device__ __forceinline__ A reference_point(A column) {
+  return isfinite(column) ? column : A(0);
+}
+
+// Whether the point of reference lies so far from the mean that the mean lacks what was rounded off
+// differences from that point: three standard deviations. True where there is no variance to tell.
+template <class A>
+__device__ __forceinline__ bool is_far(A distance, A variance) {
+  return !(distance * distance < 9 * variance);
+}
+
+// What a mean lacks, given the mean of differences from it. (The sum of their squares is as good as
+// before: it lacks but the square of this.)
+template <class A>
+__device__ __forceinline__ A lacking(A rest) {
+  return isfinite(rest) ? rest : A(0);  // 16384 differences of 1e37 have no sum in float32
+}
+
+// The same for the rows of kLanes neighbouring lanes that ask for it; row(r) is where one begins.
+// All lanes of the warp come here, seldom: x is read again rather than kept in registers up to
+// here.
+template <int kLanes, class A, int kRows, class Row>
+__device__ __forceinline__ void find_lacking(A (&lacks)[kRows], const A (&means)[kRows],
+                                             const bool (&asks)[kRows], int cols, A inverse_cols,
+                                             const Row& row) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const auto* const x = row(r);
+    lacks[r] = 0;
+#pragma unroll 1
+    for (int column = threadIdx.x % kLanes; asks[r] && column < cols; column += kLanes) {
+      lacks[r] += static_cast<A>(widen(x[column])) - means[r];
+    }
+  }
+  sum_lanes<kLanes>(lacks);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) lacks[r] = lacking(lacks[r] * inverse_cols);
+}
+
 // Of a thread's first `count` columns.
 template <class A>
 struct ThreadMoments {
@@ -70,18 +112,20 @@ struct SetMoments {
 
 // The moments of the union of the sets of kWidth neighbouring lanes (a power of two), in all of
 // them; the first lane's set is not empty. Two passes over the sets' means: no division by counts,
-// and equal means leave no variance.
+// equal means leave no variance, and the second pass mends the mean where the first set has an
+// outlier.
 template <int kWidth, class A>
 __device__ __forceinline__ SetMoments<A> merge_lanes(const SetMoments<A>& set, A count,
                                                      A inverse_total) {
-  const A reference = __shfl_sync(kAllLanes, set.mean, 0, kWidth);
-  A values[] = {(count * inverse_total) * (set.mean - reference)};
-  sum_lanes<kWidth>(values);
-  const A mean = reference + values[0];
+  const A reference = reference_point(__shfl_sync(kAllLanes, set.mean, 0, kWidth));
+  const A share = count * inverse_total;
+  A first[] = {share * (set.mean - reference)};
+  sum_lanes<kWidth>(first);
+  const A mean = reference + first[0];
   const A delta = set.mean - mean;
-  values[0] = fma(count * delta, delta, set.m2);
-  sum_lanes<kWidth>(values);
-  return {mean, values[0]};
+  A second[] = {fma(count * delta, delta, set.m2), share * delta};
+  sum_lanes<kWidth>(second);
+  return {mean + lacking(second[1]), second[0]};
 }
 
 // How many of `columns` columns, `size` to each set, are in set `index`; as a float, for it is
@@ -109,7 +153,7 @@ __device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, i
   return merge(std::integral_constant<int, kWarpSize>());
 }
 
-// The same for any number of sets.
+// The same for any number of sets, too large for an outlier to move their means far.
 template <class A>
 __device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* sets, int64_t number,
                                                          int64_t columns, int64_t size,
@@ -117,20 +161,20 @@ __device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* se
   const auto share = [&](int64_t i) {
     return static_cast<A>(i + 1 < number ? size : columns - i * size) * inverse_columns;
   };
-  const A reference = sets[0].mean;
-  A values[] = {0};
+  const A reference = reference_point(sets[0].mean);
+  A first[] = {0};
   for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
-    values[0] = fma(share(i), sets[i].mean - reference, values[0]);
+    first[0] = fma(share(i), sets[i].mean - reference, first[0]);
   }
-  sum_lanes<kWarpSize>(values);
-  const A mean = reference + values[0];
-  values[0] = 0;
+  sum_lanes<kWarpSize>(first);
+  const A mean = reference + first[0];
+  A second[] = {0};
   for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
     const A delta = sets[i].mean - mean;
-    values[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
+    second[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
   }
-  sum_lanes<kWarpSize>(values);
-  return {mean, values[0]};
+  sum_lanes<kWarpSize>(second);
+  return {mean, second[0]};
 }
 
 }  // namespace fastnorm::cuda

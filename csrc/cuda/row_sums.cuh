@@ -104,7 +104,9 @@ struct RowGradient {
       : mean(row_mean),
         rstd(row_rstd),
         offset(row_rstd * (sums.wdy * inverse_cols)),
-        slope(row_rstd * sums.xhat_wdy * inverse_cols * row_rstd * row_rstd) {}
+        // Where the variance is infinite, and rstd zero, the sum may be infinite too.
+        slope(row_rstd == 0.f ? 0.f
+                              : row_rstd * sums.xhat_wdy * inverse_cols * row_rstd * row_rstd) {}
 
   // `scaled`: dy * rstd.
   __device__ __forceinline__ float dx(float centred, float scaled, float weight) const {

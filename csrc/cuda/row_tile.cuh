@@ -6,14 +6,15 @@
 
 namespace fastnorm::cuda {
 
-// y of one chunk.
+// y of one chunk. `shift`: added to xhat.
 template <class Y, class A, class X, class W, int kColumns>
 __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x, A mean, A rstd,
                                                        const Pack<W, kColumns>& weight,
-                                                       const Pack<W, kColumns>& bias) {
+                                                       const Pack<W, kColumns>& bias,
+                                                       A shift = A(-0.0)) {
   Pack<Y, kColumns> y;
   const auto value = [&](int i) {
-    const A xhat = (x.template get<A>(i) - mean) * rstd;
+    const A xhat = fma(x.template get<A>(i) - mean, rstd, shift);
     return fma(xhat, weight.template get<A>(i), bias.template get<A>(i));
   };
 #pragma unroll
