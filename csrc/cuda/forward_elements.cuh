@@ -36,11 +36,11 @@ class ElementTile {
   }
 
   // In two passes. Differences from the first column are averaged. What a mean lacks is told apart,
-  // so that differences from it need not be computed again. row(r): what was loaded.
-  template <class Row>
+  // so that differences from it need not be computed again; kAgain: if they are used again.
+  template <bool kAgain>
   __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], float (&lacks)[kRows],
-                                          int cols, float inverse_cols, const Row& row) {
-    float first[kRows], means[kRows], sums[kRows];
+                                          float inverse_cols) {
+    float first[kRows], sums[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       first[r] = reference_point(__shfl_sync(kAllLanes, values_[r][0][0], 0, kLanes));
@@ -50,12 +50,15 @@ class ElementTile {
       });
     }
     sum_lanes<kLanes>(sums);
+    const auto delta = [&](float mean, int r, int s, int i) {
+      const float value = values_[r][s][i] - mean;
+      return has(s, i) ? value : 0.f;
+    };
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      means[r] = first[r] + sums[r];
+      sets[r].mean = first[r] + sums[r];
       sums[r] = sum([&](int s, int i, float sum) {
-        const float delta = values_[r][s][i] - means[r];
-        const float present = has(s, i) ? delta : 0.f;
+        const float present = delta(sets[r].mean, r, s, i);
         return fma(present, present, sum);
       });
     }
@@ -63,12 +66,22 @@ class ElementTile {
     bool far[kRows], any_far = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      sets[r] = {means[r], sums[r]};
+      sets[r].m2 = sums[r];
       lacks[r] = 0;
-      any_far |= far[r] = is_far(first[r] - means[r], sums[r] * inverse_cols);
+      any_far |= far[r] = is_far<3>(first[r] - sets[r].mean, sums[r] * inverse_cols);
     }
-    if (__any_sync(kAllLanes, any_far)) {
-      find_lacking<kLanes>(lacks, means, far, cols, inverse_cols, row);
+    // By the whole warp, but only for rows that ask for it: none depends on another.
+    if (!__any_sync(kAllLanes, any_far)) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // What is not used again must not stay in registers up to here.
+      const float mean = kAgain ? sets[r].mean : forgotten(sets[r].mean);
+      sums[r] = sum([&](int s, int i, float sum) { return sum + delta(mean, r, s, i); });
+    }
+    sum_lanes<kLanes>(sums);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (far[r]) lacks[r] = lacking(sums[r] * inverse_cols);
     }
   }
 
@@ -206,7 +219,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
   for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
   SetMoments<float> sets[kRows];
   float lacks[kRows], rstd[kRows], shifts[kRows];
-  tile.moments(sets, lacks, cols, p.inverse_cols, x_of);
+  tile.template moments<true>(sets, lacks, p.inverse_cols);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
@@ -260,7 +273,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
   SetMoments<float> sets[kRows];
   float lacks[kRows];
-  tile.moments(sets, lacks, cols, quotient(1.f, static_cast<float>(cols)), x_of);
+  tile.template moments<false>(sets, lacks, quotient(1.f, static_cast<float>(cols)));
   if (lane == 0) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = {sets[r].mean + lacks[r], sets[r].m2};

@@ -6,20 +6,27 @@
 
 namespace fastnorm::cuda {
 
-// y of one chunk. `shift`: added to xhat.
-template <class Y, class A, class X, class W, int kColumns>
-__device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x, A mean, A rstd,
-                                                       const Pack<W, kColumns>& weight,
-                                                       const Pack<W, kColumns>& bias,
-                                                       A shift = A(-0.0)) {
+// y of one chunk, given x minus mean of its columns and what is added to xhat.
+template <class Y, class A, class W, int kColumns, class Difference>
+__device__ __forceinline__ Pack<Y, kColumns> scale(const Difference& difference, A rstd, A shift,
+                                                   const Pack<W, kColumns>& weight,
+                                                   const Pack<W, kColumns>& bias) {
   Pack<Y, kColumns> y;
   const auto value = [&](int i) {
-    const A xhat = fma(x.template get<A>(i) - mean, rstd, shift);
+    const A xhat = fma(difference(i), rstd, shift);
     return fma(xhat, weight.template get<A>(i), bias.template get<A>(i));
   };
 #pragma unroll
   for (int i = 0; i < kColumns; i += 2) y.set_pair(i, value(i), value(i + 1));
   return y;
+}
+
+template <class Y, class A, class X, class W, int kColumns>
+__device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x, A mean, A rstd,
+                                                       const Pack<W, kColumns>& weight,
+                                                       const Pack<W, kColumns>& bias) {
+  const auto difference = [&](int i) { return x.template get<A>(i) - mean; };
+  return scale<Y>(difference, rstd, A(-0.0), weight, bias);
 }
 
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
@@ -92,7 +99,8 @@ class RowTile {
     }
     A inverse = A(1.0 / RowSpan::kSize);
     if (!span_.whole()) inverse = span_.cols > 0 ? quotient(A(1), A(span_.cols)) : A(0);
-    return merge_lanes<kWarpSize>(SetMoments<A>{thread.mean, thread.m2}, thread.count, inverse);
+    return merge_lanes<kWarpSize, true>(SetMoments<A>{thread.mean, thread.m2}, thread.count,
+                                        inverse);
   }
 
   // Writes y. A missing weight is one and a missing bias zero.
