@@ -258,7 +258,7 @@ def main() -> int:
     head = report.head("python tests/sanitize_cuda.py", "cuda")
     end = time.time() + arguments.seconds
     results: dict[str, Any] = dict(report.earlier("sanitizer_cuda.json", head).get("tools", {}))
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         watching = start(None, ["--seen"], folder, "seen")
         planted = check_planted(folder, time.time() + arguments.seconds / 5)
