@@ -68,6 +68,20 @@ def test_a_row_does_not_depend_on_its_batch(device: str, cols: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [1, 5, 40, 64, 255, 1024, 1027, 5000])
+def test_an_outlier_changes_no_other_row(device: str, cols: int, dtype: torch.dtype) -> None:
+    """Rows whose first column lies far off are summed once more, beside others that are not."""
+    x, grad_out, weight, bias = _arguments(70, cols, dtype, device)
+    expected = _forward_and_backward(x, grad_out, weight, bias)
+    x = x.clone()
+    x[::3, 0] = 300.0
+    results = _forward_and_backward(x, grad_out, weight, bias)
+    for what, ours, theirs in zip(("y", "mean", "rstd", "dx"), results, expected):
+        for first in (1, 2):
+            _assert_same_bits(ours[first::3], theirs[first::3], f"{what} of rows beside it")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cols", [20_000, 70_000, 300_000])
 def test_a_wide_row_does_not_depend_on_its_batch(
     device: str, cols: int, dtype: torch.dtype

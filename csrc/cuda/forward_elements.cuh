@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   float rstd[kRows], shifts[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    shifts[r] = -0.f;
+    shifts[r] = -0.f;  // none
     sets[r] = merge_lanes<kMaxWarps>(set < warps ? warp_moments[r][set] : SetMoments<float>(),
                                      count, p.inverse_cols);
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));

@@ -154,19 +154,19 @@ __device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* se
     return static_cast<A>(i + 1 < number ? size : columns - i * size) * inverse_columns;
   };
   const A reference = reference_point(sets[0].mean);
-  A first[] = {0};
+  A values[] = {0};
   for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
-    first[0] = fma(share(i), sets[i].mean - reference, first[0]);
+    values[0] = fma(share(i), sets[i].mean - reference, values[0]);
   }
-  sum_lanes<kWarpSize>(first);
-  const A mean = reference + first[0];
-  A second[] = {0};
+  sum_lanes<kWarpSize>(values);
+  const A mean = reference + values[0];
+  values[0] = 0;
   for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
     const A delta = sets[i].mean - mean;
-    second[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
+    values[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
   }
-  sum_lanes<kWarpSize>(second);
-  return {mean, second[0]};
+  sum_lanes<kWarpSize>(values);
+  return {mean, values[0]};
 }
 
 }  // namespace fastnorm::cuda

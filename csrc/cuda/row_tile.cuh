@@ -26,6 +26,7 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
                                                        const Pack<W, kColumns>& weight,
                                                        const Pack<W, kColumns>& bias) {
   const auto difference = [&](int i) { return x.template get<A>(i) - mean; };
+  // Minus zero leaves even a zero's sign.
   return scale<Y>(difference, rstd, A(-0.0), weight, bias);
 }
 
