@@ -200,22 +200,24 @@ def nvcc_flags(toolkit: Toolkit | None) -> list[str]:
 
 
 def default_architecture_list(torch: ModuleType, toolkit: Toolkit) -> str:
-    """Return TORCH_CUDA_ARCH_LIST for the architectures that torch runs on and nvcc compiles."""
+    """Return TORCH_CUDA_ARCH_LIST for the GPUs that torch runs on and nvcc compiles for.
+
+    The oldest of each major version, whose code the others run: 8.6 and 8.9 that of 8.0.
+    """
     compilable = output_of(toolkit.nvcc, "--list-gpu-code").split()
-    architectures = [
-        f"{match[1]}.{match[2]}"
-        for code in torch._C._cuda_getArchFlags().split()
-        if (match := re.fullmatch(r"sm_(\d+)(\d)", code))
-        and int(match[1] + match[2]) >= MINIMUM_ARCHITECTURE
-        and code in compilable
-    ]
-    if not architectures:
+    oldest: dict[int, int] = {}
+    for code in torch._C._cuda_getArchFlags().split():
+        match = re.fullmatch(r"sm_(\d+)(\d)", code)
+        if match and code in compilable and int(match[1] + match[2]) >= MINIMUM_ARCHITECTURE:
+            major, minor = int(match[1]), int(match[2])
+            oldest[major] = min(minor, oldest.get(major, minor))
+    if not oldest:
         fail(
             f"nvcc {toolkit.version} compiles for none of the architectures that torch "
             f"{torch.__version__} was built for ({torch._C._cuda_getArchFlags().strip()}).\n"
             "Set TORCH_CUDA_ARCH_LIST, for example to 9.0."
         )
-    return ";".join(architectures) + "+PTX"
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(oldest.items())) + "+PTX"
 
 
 def compiled_architectures(arch_flags: list[str]) -> list[str]:
