@@ -13,10 +13,6 @@ The root mean square of the errors is held to twice ATen's as well, plus the ari
 alone, where there are enough elements for a mean to mean something: a small error everywhere hides
 behind the largest one.
 
-Where the result is infinite or NaN, fastnorm's must be ATen's or that of float64. One thing is left
-out: the mean of a row that holds an infinity may be NaN where it should be infinite, for ATen's is
-either, by where the infinity stands and on which device. Output and dx of such a row are NaN.
-
 `worst` keeps how near to the rule's limits the results compared so far have come.
 """
 
@@ -234,13 +230,12 @@ def assert_no_worse_than_aten(
     arithmetic: torch.dtype,
     *,
     out_of_range: bool = False,
-    nan_for_inf: bool = False,
 ) -> None:
     """Fails unless `ours` has the dtype, the shape and an error within the rule above.
 
     `out_of_range`: sums of squares overflow or underflow, so that ATen is wrong. Where it answers
     inf or NaN, elements that are finite in float64 are then not compared, and the others may be
-    either. `nan_for_inf`: NaN will do where the result is infinite.
+    either.
     """
     assert ours.dtype == dtype, f"{what} is {ours.dtype}, expected {dtype}"
     assert ours.shape == reference.value.shape, f"{what} has shape {tuple(ours.shape)}"
@@ -254,8 +249,6 @@ def assert_no_worse_than_aten(
     comparable = got.isfinite() & reference.value.isfinite()
     odd = ~(comparable | _same_not_finite(got, aten) | _same_not_finite(got, exact))
     odd &= in_range | (got.isfinite() & ~reference.value.isfinite())
-    if nan_for_inf:
-        odd &= ~(got.isnan() & reference.value.isinf())
     assert not odd.any(), (
         f"{what}: {int(odd.sum())} elements are inf or NaN where ATen's are not, or the reverse; "
         f"first: {got[odd][0].item()} for {aten[odd][0].item()}, {exact[odd][0].item()} in float64"
@@ -319,9 +312,8 @@ def check_forward(
     names = ("output", "mean", "rstd")
     for what, ours, theirs, reference, dtype in zip(names, outputs, aten, references, dtypes):
         assert_no_worse_than_aten(
-            what, ours, theirs, reference, dtype, arithmetic,
-            out_of_range=out_of_range, nan_for_inf=what == "mean",
-        )  # fmt: skip
+            what, ours, theirs, reference, dtype, arithmetic, out_of_range=out_of_range
+        )
     return outputs
 
 

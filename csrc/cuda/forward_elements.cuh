@@ -210,13 +210,12 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int cols = static_cast<int>(p.cols);
   const auto row_of = [&](int r) { return first_row + r * kTeams + team; };
 
-  // Beyond the last row, that one again.
-  const auto x_of = [&](int r) {
-    return p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride;
-  };
   Tile tile(cols);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
+  for (int r = 0; r < kRows; ++r) {
+    // Beyond the last row, that one again.
+    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
+  }
   SetMoments<float> sets[kRows];
   float lacks[kRows], rstd[kRows], shifts[kRows];
   tile.template moments<true>(sets, lacks, p.inverse_cols);
@@ -263,14 +262,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   };
   const int begin = begin_of(warp), cols = begin_of(warp + 1) - begin;
 
-  // Beyond the last row, that one again.
-  const auto x_of = [&](int r) {
-    const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
-    return p.x + row * p.x_row_stride + begin;
-  };
   Tile tile(cols);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) tile.load(r, x_of(r));
+  for (int r = 0; r < kRows; ++r) {
+    // Beyond the last row, that one again.
+    const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
+    tile.load(r, p.x + row * p.x_row_stride + begin);
+  }
   SetMoments<float> sets[kRows];
   float lacks[kRows];
   tile.template moments<false>(sets, lacks, quotient(1.f, static_cast<float>(cols)));
