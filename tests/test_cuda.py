@@ -111,6 +111,34 @@ def test_forced_forward_kernels(
     assert ran >= (5 if kernel in ("short_rows", "elements") else 8)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kernel", FORWARD_KERNELS)
+def test_forced_kernels_with_infinities(
+    force: Callable[..., None], kernel: str, dtype: torch.dtype
+) -> None:
+    """Anywhere in a row: its mean is that infinity, and NaN if it holds both."""
+    _skip_without_clusters(kernel)
+    if kernel in ("elements", "ring") and dtype == torch.float64:
+        pytest.skip("no such kernel")
+    force(kernel=kernel)
+    ran = 0
+    for rows, cols in SHAPES:
+        if _plan("forward", rows, cols, dtype, kernel=kernel)["kernel"] != kernel:
+            continue
+        x = random((rows, cols), dtype, "cuda")
+        row = torch.arange(rows, device="cuda")
+        place = torch.linspace(0, cols - 1, rows, device="cuda").long()
+        x[row, place] = float("inf")
+        x[row[::3], place[::3]] = float("-inf")
+        x[row[1::3], (place[1::3] + cols // 2) % cols] = float("-inf")
+        for each in (x, _narrowed(x)):
+            mean = ops.layer_norm_forward(each, [cols], None, None, 1e-5, None)[1]
+            expected = x.double().mean(1, keepdim=True)
+            torch.testing.assert_close(mean.double(), expected, rtol=0, atol=0, equal_nan=True)
+        ran += 1
+    assert ran >= 5
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8])
 def test_the_forward_ring_sums_as_clusters_do(

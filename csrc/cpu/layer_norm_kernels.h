@@ -236,7 +236,8 @@ class RowMoments {
     const double tile_cols = static_cast<double>(cols);
     const double difference = tile.mean - all_.mean;
     const double share = tile_cols / (cols_ + tile_cols);
-    all_.mean += difference * share;
+    // An infinite mean stays, unless it meets the other infinity or NaN.
+    all_.mean += __builtin_isinf(all_.mean) ? tile.mean : difference * share;
     all_.squares += tile.squares + difference * difference * cols_ * share;
     cols_ += tile_cols;
   }

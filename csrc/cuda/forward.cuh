@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
 
   // Means of chunks are taken relative to the row's first element, and so is their sum: a constant
   // row has exactly its value as mean and exactly no variance.
-  A first[kRows], sums[kRows], mean[kRows], rstd[kRows], shifts[kRows];
+  A first[kRows], sums[kRows], mean[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     first[r] = reference_point(__shfl_sync(kAllLanes, x[r].template get<A>(0, 0), 0, kLanes));
@@ -151,34 +151,23 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
     }
   }
   sum_lanes<kLanes>(sums);
-  A lacks[kRows];
-  bool far[kRows], any_far = false;
+  A lacks[kRows], distances[kRows], rstd[kRows], shifts[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rsqrt(fma(sums[r], p.inverse_cols, p.eps));
-    lacks[r] = 0;
-    any_far |= far[r] = is_far<3>(first[r] - mean[r], sums[r] * p.inverse_cols);
+    distances[r] = first[r] - mean[r];
   }
-  // By the whole warp, but only for rows that ask for it: none depends on another. For all rows it
-  // took 2 to 4 % of the time of 64 to 1024 columns of bfloat16 on an H200.
-  if (__any_sync(kAllLanes, any_far)) {
+  find_lacking<kLanes>(lacks, distances, sums, p.inverse_cols, [&](int r) {
+    A total = 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
+    for (int k = 0; k < kChunks; ++k) {
+      A sum = 0;
 #pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        A sum = 0;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) sum += deltas[r][k][i];
-        sums[r] += share.left(k) > 0 ? sum : A(0);
-      }
+      for (int i = 0; i < kColumns; ++i) sum += deltas[r][k][i];
+      total += share.left(k) > 0 ? sum : A(0);
     }
-    sum_lanes<kLanes>(sums);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (far[r]) lacks[r] = lacking(sums[r] * p.inverse_cols);
-    }
-  }
+    return total;
+  });
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = warp_row + r * kTeams + team;

@@ -63,26 +63,17 @@ class ElementTile {
       });
     }
     sum_lanes<kLanes>(sums);
-    bool far[kRows], any_far = false;
+    float distances[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       sets[r].m2 = sums[r];
-      lacks[r] = 0;
-      any_far |= far[r] = is_far<3>(first[r] - sets[r].mean, sums[r] * inverse_cols);
+      distances[r] = first[r] - sets[r].mean;
     }
-    // By the whole warp, but only for rows that ask for it: none depends on another.
-    if (!__any_sync(kAllLanes, any_far)) return;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+    find_lacking<kLanes>(lacks, distances, sums, inverse_cols, [&](int r) {
       // What is not used again must not stay in registers up to here.
       const float mean = kAgain ? sets[r].mean : forgotten(sets[r].mean);
-      sums[r] = sum([&](int s, int i, float sum) { return sum + delta(mean, r, s, i); });
-    }
-    sum_lanes<kLanes>(sums);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (far[r]) lacks[r] = lacking(sums[r] * inverse_cols);
-    }
+      return sum([&](int s, int i, float sum) { return sum + delta(mean, r, s, i); });
+    });
   }
 
   // Puts y of row r from place(r) on. Weight and bias are read once for all rows; as pairs where

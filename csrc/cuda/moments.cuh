@@ -49,6 +49,31 @@ __device__ __forceinline__ float forgotten(float value) {
   return value;
 }
 
+// What the means of kRows rows, each of kLanes lanes, lack: zero but for rows whose point of
+// reference was far off. `sum(r)` is this lane's sum of differences from the mean of row r. By the
+// whole warp, but only for rows that ask for it: none depends on another. For all rows it took 2 to
+// 4 % of the time of 64 to 1024 columns of bfloat16 on an H200.
+template <int kLanes, class A, int kRows, class Sum>
+__device__ __forceinline__ void find_lacking(A (&lacks)[kRows], const A (&distances)[kRows],
+                                             const A (&squares)[kRows], A inverse_cols,
+                                             const Sum& sum) {
+  bool far[kRows], any_far = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    lacks[r] = 0;
+    any_far |= far[r] = is_far<3>(distances[r], squares[r] * inverse_cols);
+  }
+  if (!__any_sync(kAllLanes, any_far)) return;
+  A sums[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sums[r] = sum(r);
+  sum_lanes<kLanes>(sums);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (far[r]) lacks[r] = lacking(sums[r] * inverse_cols);
+  }
+}
+
 // Of a thread's first `count` columns.
 template <class A>
 struct ThreadMoments {
@@ -71,7 +96,9 @@ struct ThreadMoments {
       sum = fma(delta, delta, sum);
     }
     const A delta = chunk_mean - mean;
-    const A new_mean = k == 0 ? chunk_mean : fma(delta, A(1.0 / (k + 1)), mean);
+    A new_mean = k == 0 ? chunk_mean : fma(delta, A(1.0 / (k + 1)), mean);
+    // It stays, unless it meets the other infinity or NaN; the difference is infinite as well.
+    if (k > 0 && isinf(mean)) new_mean = mean + chunk_mean;
     const A new_m2 = k == 0 ? sum : fma(delta * delta, A(double(kColumns) * k / (k + 1)), sum);
     mean = exists ? new_mean : mean;
     m2 = exists ? new_m2 : m2;
@@ -82,7 +109,8 @@ struct ThreadMoments {
   __device__ __forceinline__ void add(A value) {
     const A delta = value - mean;
     const A share = quotient(A(1), count + 1);
-    mean = fma(delta, share, mean);
+    const A new_mean = fma(delta, share, mean);
+    mean = isinf(mean) ? mean + value : new_mean;
     m2 = fma(delta * (count * share), delta, m2);  // no infinity times zero where this is the first
     count += 1;
   }
