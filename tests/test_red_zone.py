@@ -1,17 +1,15 @@
 """Not one byte is written outside the results, and every byte of them is.
 
 The allocator serves a call from memory that was filled with poison before. Afterwards all of that
-memory is looked at through its address: only what was allocated in the meantime, byte by byte, may
-have changed. Two runs with different poison have the same bits: no byte of a result is left
-unwritten, and none depends on memory beyond the arguments, which lie in poison, too.
+memory is looked at through its address: only the results' bytes may have changed, and as many in
+one piece as the plan asks for to work with. Two runs with different poison have the same bits: no
+byte of a result is left unwritten, and none depends on memory beyond the arguments, which lie in
+poison, too.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ pytestmark = pytest.mark.cuda
 POISONS = (0xFF, 0x7B)  # NaN in every dtype; large numbers
 # Small results come from blocks of 2 MB that the allocator divides, larger ones from 20 MB.
 POOL = (*[1 << 19] * 16, 12 << 20, 12 << 20)
+GRANULE = 512  # what the allocator aligns memory to
 
 Block = tuple[int, int]  # address and bytes
 
@@ -50,24 +49,10 @@ def _segments(pool: torch.cuda.MemPool) -> list[Block]:
     return [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
 
 
-def _allocated(since: int) -> list[Block]:
-    """What was asked of the allocator after its first `since` events."""
-    return [(e["addr"], e["size"]) for e in _events()[since:] if e["action"] == "alloc"]
-
-
-def _events() -> list[dict[str, Any]]:
-    return torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-
-
 @pytest.fixture
-def history() -> Iterator[None]:
-    if torch.cuda.device_count() > 1:
-        pytest.skip("runs in test_with_one_gpu: with several, PyTorch's memory history may crash")
-    torch.cuda.memory._record_memory_history(
-        "all", context=None, stacks="python", clear_history=True
-    )
-    yield
-    torch.cuda.memory._record_memory_history(None)
+def force() -> Iterator[Callable[..., None]]:
+    """_C.force_plan, undone after the test."""
+    yield _C.force_plan
     _C.force_plan()
 
 
@@ -81,41 +66,75 @@ def _in_poison(t: Tensor, poison: int, aligned: bool) -> Tensor:
     return view.copy_(t)
 
 
-def _run(arguments: list[Tensor], poison: int, aligned: bool) -> tuple[list[Tensor], int]:
-    """The results of a forward and a backward, and how many bytes were looked at."""
-    x, grad_out = (_in_poison(t, poison, aligned) for t in arguments[:2])
-    weight, bias = (_in_poison(t[None], poison, aligned)[0] for t in arguments[2:])
+def _watched(
+    run: Callable[[], Sequence[Tensor]], poison: int, workspace_bytes: int
+) -> tuple[list[Tensor], int]:
+    """Copies of the results, made in poison, and how many bytes around them were looked at."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         blocks = [torch.full((size,), poison, dtype=torch.uint8, device="cuda") for size in POOL]
         del blocks
     torch.cuda.synchronize()
     segments = _segments(pool)
-    before = len(_events())
     with torch.cuda.use_mem_pool(pool):
-        outputs = ops.layer_norm_forward(x, x.shape[1:], weight, bias, 1e-5, None)
-        gradients = ops.layer_norm_backward(
-            grad_out, x, x.shape[1:], *outputs[1:], weight, bias, 1e-5, [True, True, True]
-        )
+        results = run()
     torch.cuda.synchronize()
-    allocated = _allocated(before)
     assert _segments(pool) == segments, "POOL is too small: the allocator asked for more memory"
-    results = [*outputs, *gradients]
-    taken = dict(allocated)
-    for t in results:
-        assert taken[t.data_ptr()] == t.untyped_storage().nbytes()
-    seen = 0
+    taken = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in results]
+    changes, seen = [], 0
     for address, size in segments:
-        untouched = torch.ones(size, dtype=torch.bool, device="cuda")
-        for begin, length in allocated:
+        changed = _bytes_at((address, size)) != poison
+        for begin, length in taken:
             if address <= begin < address + size:
-                untouched[begin - address : begin - address + length] = False
-        changed = (_bytes_at((address, size)) != poison) & untouched
-        assert not changed.any(), f"{int(changed.sum())} bytes outside were written"
-        seen += int(untouched.sum())
-    kept = [t.cpu() for t in results]
-    del outputs, gradients, results
+                changed[begin - address : begin - address + length] = False
+                size -= length
+        changes += (changed.nonzero().flatten() + address).aminmax() if changed.any() else ()
+        seen += size
+    if changes:
+        first, last = int(min(changes)), int(max(changes))
+        begin = first // GRANULE * GRANULE
+        assert last < begin + workspace_bytes, (
+            f"of bytes outside the results, some in {last - begin + 1} were written, and there are "
+            f"{workspace_bytes} to work with"
+        )
+    kept = [t.clone() for t in results]
+    del results  # before the pool
     return kept, seen
+
+
+def _plan(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties()
+    return _C.plan(
+        direction,
+        *x.shape,
+        name_of(x.dtype),
+        aligned=aligned and x.shape[1] * x.element_size() % 16 == 0,
+        sm_count=properties.multi_processor_count,
+        compute_capability=properties.major * 10 + properties.minor,
+        **request,
+    )
+
+
+def _run(
+    arguments: list[Tensor], poison: int, aligned: bool, request: dict[str, Any]
+) -> tuple[list[Tensor], int]:
+    """The results of a forward and a backward, and how many bytes were looked at."""
+    x, grad_out = (_in_poison(t, poison, aligned) for t in arguments[:2])
+    weight, bias = (_in_poison(t[None], poison, aligned)[0] for t in arguments[2:])
+    outputs, seen = _watched(
+        lambda: ops.layer_norm_forward(x, x.shape[1:], weight, bias, 1e-5, None),
+        poison,
+        _plan("forward", x, aligned, request)["workspace_bytes"],
+    )
+    mean, rstd = outputs[1:]
+    gradients, more = _watched(
+        lambda: ops.layer_norm_backward(
+            grad_out, x, x.shape[1:], mean, rstd, weight, bias, 1e-5, [True, True, True]
+        ),
+        poison,
+        _plan("backward", x, aligned, request)["workspace_bytes"],
+    )
+    return [t.cpu() for t in (*outputs, *gradients)], seen + more
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -138,7 +157,7 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: name_of(list(request.values())))
 def test_only_results_are_written_and_all_of_them(
-    history: None, request_: dict[str, Any], dtype: torch.dtype
+    force: Callable[..., None], request_: dict[str, Any], dtype: torch.dtype
 ) -> None:
     for rows, cols in ((3, 1), (5, 7), (131, 33), (37, 257), (1031, 64), (19, 1027), (3, 8200)):
         arguments = [
@@ -148,9 +167,9 @@ def test_only_results_are_written_and_all_of_them(
             random((cols,), dtype, "cpu", seed=2),
         ]
         for aligned in (True, False):
-            _C.force_plan(**request_)
-            runs = [_run(arguments, poison, aligned) for poison in POISONS]
-            _C.force_plan()
+            force(**request_)
+            runs = [_run(arguments, poison, aligned, request_) for poison in POISONS]
+            force()
             (first, seen), (second, _) = runs
             assert seen > 1 << 20
             for what, ours, other in zip(("y", "mean", "rstd", "dx", "dw", "db"), first, second):
@@ -158,33 +177,20 @@ def test_only_results_are_written_and_all_of_them(
                 assert same.all(), f"{int((~same).sum())} bytes of {what} depend on the poison"
 
 
-def test_a_write_outside_is_seen(history: None) -> None:
-    """The check itself: a byte changed behind a result's last is found."""
-    poisoned = 1 << 19  # of the 2 MB that the allocator takes for small tensors
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
-        block = torch.full((poisoned,), 0xFF, dtype=torch.uint8, device="cuda")
-        del block
-    torch.cuda.synchronize()
-    before = len(_events())
-    with torch.cuda.use_mem_pool(pool):
-        result = torch.zeros(1001, dtype=torch.uint8, device="cuda")
-    assert _allocated(before) == [(result.data_ptr(), 1001)]
-    ((address, _),) = _segments(pool)
-    _bytes_at((result.data_ptr() + 1001, 1)).fill_(0)
-    found = (_bytes_at((address, poisoned)) != 0xFF).nonzero().flatten() + address
-    assert found.tolist() == [result.data_ptr() + i for i in range(1002)]
+def test_a_write_outside_is_seen() -> None:
+    """The check itself: one byte behind a result, and one more than there are to work with."""
 
+    def write(result_bytes: int, beyond: int, workspace_bytes: int) -> list[Tensor]:
+        result = torch.zeros(result_bytes, dtype=torch.uint8, device="cuda")
+        _bytes_at((result.data_ptr(), result_bytes + beyond)).fill_(0)
+        torch.zeros(workspace_bytes, dtype=torch.uint8, device="cuda")
+        return [result]
 
-def test_with_one_gpu() -> None:
-    """All of these tests in a process that sees the first of several GPUs alone."""
-    if torch.cuda.device_count() == 1:
-        pytest.skip("all tests of this file have run in this process")
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": first, "PYTEST_ADDOPTS": ""},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert " passed" in done.stdout
+    for poison in POISONS:
+        (result,), seen = _watched(lambda: write(1001, 0, 0), poison, 0)
+        assert result.shape == (1001,)
+        assert seen > 1 << 20
+        _watched(lambda: write(1001, 0, 700), poison, 700)
+        for beyond, workspace, allowed in ((1, 0, 0), (0, 701, 700), (1, 700, 700)):
+            with pytest.raises(AssertionError, match="bytes outside the results"):
+                _watched(lambda b=beyond, w=workspace: write(1001, b, w), poison, allowed)
