@@ -45,8 +45,24 @@ def _bytes_at(block: Block) -> Tensor:
     return torch.as_tensor(Memory(*block), device="cuda")
 
 
-def _segments(pool: torch.cuda.MemPool) -> list[Block]:
-    return [(segment["address"], segment["total_size"]) for segment in pool.snapshot()]
+@pytest.fixture(scope="module")
+def pool() -> torch.cuda.MemPool:
+    """One for all: PyTorch crashed where each call had its own, after some hundred of them."""
+    return torch.cuda.MemPool()
+
+
+def _poisoned(pool: torch.cuda.MemPool, poison: int) -> list[Block]:
+    """The pool's free memory, filled with poison, in pieces that do not touch."""
+    with torch.cuda.use_mem_pool(pool):
+        blocks = [torch.full((size,), poison, dtype=torch.uint8, device="cuda") for size in POOL]
+    torch.cuda.synchronize()
+    pieces: list[Block] = []
+    for address, size in sorted((block.data_ptr(), block.numel()) for block in blocks):
+        if pieces and sum(pieces[-1]) == address:
+            pieces[-1] = (pieces[-1][0], pieces[-1][1] + size)
+        else:
+            pieces.append((address, size))
+    return pieces
 
 
 @pytest.fixture
@@ -67,29 +83,30 @@ def _in_poison(t: Tensor, poison: int, aligned: bool) -> Tensor:
 
 
 def _watched(
-    run: Callable[[], Sequence[Tensor]], poison: int, workspace_bytes: int
+    pool: torch.cuda.MemPool,
+    run: Callable[[], Sequence[Tensor]],
+    poison: int,
+    workspace_bytes: int,
 ) -> tuple[list[Tensor], int]:
     """Copies of the results, made in poison, and how many bytes around them were looked at."""
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
-        blocks = [torch.full((size,), poison, dtype=torch.uint8, device="cuda") for size in POOL]
-        del blocks
-    torch.cuda.synchronize()
-    segments = _segments(pool)
+    pieces = _poisoned(pool, poison)
+    reserved = torch.cuda.memory_reserved()
     with torch.cuda.use_mem_pool(pool):
         results = run()
     torch.cuda.synchronize()
-    assert _segments(pool) == segments, "POOL is too small: the allocator asked for more memory"
+    assert torch.cuda.memory_reserved() == reserved, "POOL is too small: there is more memory now"
     taken = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in results]
-    changes, seen = [], 0
-    for address, size in segments:
+    changes, seen, found = [], 0, 0
+    for address, size in pieces:
         changed = _bytes_at((address, size)) != poison
         for begin, length in taken:
             if address <= begin < address + size:
                 changed[begin - address : begin - address + length] = False
-                size -= length
+                seen -= length
+                found += 1
         changes += (changed.nonzero().flatten() + address).aminmax() if changed.any() else ()
         seen += size
+    assert found == len(taken)
     if changes:
         first, last = int(min(changes)), int(max(changes))
         begin = first // GRANULE * GRANULE
@@ -97,9 +114,7 @@ def _watched(
             f"of bytes outside the results, some in {last - begin + 1} were written, and there are "
             f"{workspace_bytes} to work with"
         )
-    kept = [t.clone() for t in results]
-    del results  # before the pool
-    return kept, seen
+    return [t.clone() for t in results], seen
 
 
 def _plan(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> dict[str, Any]:
@@ -116,18 +131,24 @@ def _plan(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> 
 
 
 def _run(
-    arguments: list[Tensor], poison: int, aligned: bool, request: dict[str, Any]
+    pool: torch.cuda.MemPool,
+    arguments: list[Tensor],
+    poison: int,
+    aligned: bool,
+    request: dict[str, Any],
 ) -> tuple[list[Tensor], int]:
     """The results of a forward and a backward, and how many bytes were looked at."""
     x, grad_out = (_in_poison(t, poison, aligned) for t in arguments[:2])
     weight, bias = (_in_poison(t[None], poison, aligned)[0] for t in arguments[2:])
     outputs, seen = _watched(
+        pool,
         lambda: ops.layer_norm_forward(x, x.shape[1:], weight, bias, 1e-5, None),
         poison,
         _plan("forward", x, aligned, request)["workspace_bytes"],
     )
     mean, rstd = outputs[1:]
     gradients, more = _watched(
+        pool,
         lambda: ops.layer_norm_backward(
             grad_out, x, x.shape[1:], mean, rstd, weight, bias, 1e-5, [True, True, True]
         ),
@@ -157,7 +178,10 @@ REQUESTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: name_of(list(request.values())))
 def test_only_results_are_written_and_all_of_them(
-    force: Callable[..., None], request_: dict[str, Any], dtype: torch.dtype
+    pool: torch.cuda.MemPool,
+    force: Callable[..., None],
+    request_: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
     for rows, cols in ((3, 1), (5, 7), (131, 33), (37, 257), (1031, 64), (19, 1027), (3, 8200)):
         arguments = [
@@ -168,7 +192,7 @@ def test_only_results_are_written_and_all_of_them(
         ]
         for aligned in (True, False):
             force(**request_)
-            runs = [_run(arguments, poison, aligned, request_) for poison in POISONS]
+            runs = [_run(pool, arguments, poison, aligned, request_) for poison in POISONS]
             force()
             (first, seen), (second, _) = runs
             assert seen > 1 << 20
@@ -177,7 +201,7 @@ def test_only_results_are_written_and_all_of_them(
                 assert same.all(), f"{int((~same).sum())} bytes of {what} depend on the poison"
 
 
-def test_a_write_outside_is_seen() -> None:
+def test_a_write_outside_is_seen(pool: torch.cuda.MemPool) -> None:
     """The check itself: one byte behind a result, and one more than there are to work with."""
 
     def write(result_bytes: int, beyond: int, workspace_bytes: int) -> list[Tensor]:
@@ -187,10 +211,10 @@ def test_a_write_outside_is_seen() -> None:
         return [result]
 
     for poison in POISONS:
-        (result,), seen = _watched(lambda: write(1001, 0, 0), poison, 0)
+        (result,), seen = _watched(pool, lambda: write(1001, 0, 0), poison, 0)
         assert result.shape == (1001,)
         assert seen > 1 << 20
-        _watched(lambda: write(1001, 0, 700), poison, 700)
+        _watched(pool, lambda: write(1001, 0, 700), poison, 700)
         for beyond, workspace, allowed in ((1, 0, 0), (0, 701, 700), (1, 700, 700)):
             with pytest.raises(AssertionError, match="bytes outside the results"):
-                _watched(lambda b=beyond, w=workspace: write(1001, b, w), poison, allowed)
+                _watched(pool, lambda b=beyond, w=workspace: write(1001, b, w), poison, allowed)
