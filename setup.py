@@ -12,7 +12,7 @@ Environment variables:
                           when the installed torch is a CUDA build and nvcc is found, GPU or not.
     CUDA_HOME             the CUDA toolkit. Unset: the one that the nvcc on the PATH belongs to.
     TORCH_CUDA_ARCH_LIST  GPU architectures, such as "9.0" or "native" (the GPUs of this machine).
-                          Unset: those that the installed torch was built for.
+                          Unset: the oldest of each major version that torch was built for.
     MAX_JOBS              parallel compilations. Unset: as many as cores and free memory allow.
     CXX                   the C++ compiler. Unset: c++.
     FASTNORM_SANITIZE     sanitizers to compile in, such as "address,undefined"; see .ci/sanitize.
@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import setuptools
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -343,6 +344,10 @@ class BuildFastnorm(build_ext if torch is None else cpp_extension.BuildExtension
             f"MAX_JOBS={os.environ['MAX_JOBS']}",
             flush=True,
         )
+        if self.editable_mode:  # else in a directory that is removed with all objects
+            own = build(self.distribution)
+            own.ensure_finalized()
+            self.build_temp = own.build_temp
         self.build_temp += f"-torch-{torch.__version__}"  # objects of another torch are of no use
         library, module = self.extensions
         vars(library).update(vars(self.configured_library()))
