@@ -325,6 +325,26 @@ void set_span(Parameters& p, const BackwardPlan& plan) {
   p.cluster_size = plan.cluster_size;
 }
 
+// The kernels of ring.cuh and few_rows.cuh have sources of their own.
+extern template cudaError_t launch_few_rows<float>(const FewRowsParameters<float>&,
+                                                   const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<float, true>(const RingParameters<float>&,
+                                                     const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<float, false>(const RingParameters<float>&,
+                                                      const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_few_rows<Half>(const FewRowsParameters<Half>&,
+                                                  const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<Half, true>(const RingParameters<Half>&,
+                                                    const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<Half, false>(const RingParameters<Half>&,
+                                                     const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_few_rows<BFloat16>(const FewRowsParameters<BFloat16>&,
+                                                      const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<BFloat16, true>(const RingParameters<BFloat16>&,
+                                                        const BackwardPlan&, cudaStream_t);
+extern template cudaError_t launch_ring<BFloat16, false>(const RingParameters<BFloat16>&,
+                                                         const BackwardPlan&, cudaStream_t);
+
 // The kernels of backward_elements.cuh, compiled in files of their own. `tiles`: of columns, if
 // the plan has any.
 template <class X>
@@ -458,10 +478,6 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
     return launch_finish_weight_grads<A>(args, plan, dw_partials, db_partials, stream);
   });
 }
-
-// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
-// By one instantiation for all: they take the same registers and shared memory.
-cudaError_t count_large_clusters(int& count);
 
 // One instantiation file per dtype of x.
 extern template cudaError_t backward_of<float>(const BackwardArgs&, const BackwardPlan&, void*,

@@ -627,6 +627,10 @@ cudaError_t count_ring_clusters(int& count) {
   return cudaSuccess;
 }
 
+// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
+// By one instantiation for all: they take the same registers and shared memory.
+cudaError_t count_large_clusters(int& count);
+
 template <class X, bool kVectorized>
 cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cudaStream_t stream) {
   const auto launch_span = [&](auto span) {

@@ -1,0 +1,16 @@
+// The backward of bfloat16 rows that stream through shared memory, and of few of them.
+#include "few_rows.cuh"
+#include "ring.cuh"
+
+namespace fastnorm::cuda {
+
+template cudaError_t launch_few_rows<BFloat16>(const FewRowsParameters<BFloat16>&,
+                                               const BackwardPlan&, cudaStream_t);
+template cudaError_t launch_ring<BFloat16, true>(const RingParameters<BFloat16>&,
+                                                 const BackwardPlan&, cudaStream_t);
+template cudaError_t launch_ring<BFloat16, false>(const RingParameters<BFloat16>&,
+                                                  const BackwardPlan&, cudaStream_t);
+
+cudaError_t count_large_clusters(int& count) { return count_ring_clusters<BFloat16>(count); }
+
+}  // namespace fastnorm::cuda

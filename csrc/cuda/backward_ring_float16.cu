@@ -1,0 +1,14 @@
+// The backward of float16 rows that stream through shared memory, and of few of them.
+#include "few_rows.cuh"
+#include "ring.cuh"
+
+namespace fastnorm::cuda {
+
+template cudaError_t launch_few_rows<Half>(const FewRowsParameters<Half>&, const BackwardPlan&,
+                                           cudaStream_t);
+template cudaError_t launch_ring<Half, true>(const RingParameters<Half>&, const BackwardPlan&,
+                                             cudaStream_t);
+template cudaError_t launch_ring<Half, false>(const RingParameters<Half>&, const BackwardPlan&,
+                                              cudaStream_t);
+
+}  // namespace fastnorm::cuda

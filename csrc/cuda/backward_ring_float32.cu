@@ -1,0 +1,14 @@
+// The backward of float32 rows that stream through shared memory, and of few of them.
+#include "few_rows.cuh"
+#include "ring.cuh"
+
+namespace fastnorm::cuda {
+
+template cudaError_t launch_few_rows<float>(const FewRowsParameters<float>&, const BackwardPlan&,
+                                            cudaStream_t);
+template cudaError_t launch_ring<float, true>(const RingParameters<float>&, const BackwardPlan&,
+                                              cudaStream_t);
+template cudaError_t launch_ring<float, false>(const RingParameters<float>&, const BackwardPlan&,
+                                               cudaStream_t);
+
+}  // namespace fastnorm::cuda
