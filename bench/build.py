@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("build", nargs="?", type=Path, help="such as build/temp.linux-x86_64-...")
     parser.add_argument("--print", action="store_true", help="print instead of writing")
     args = parser.parse_args(argv)
-    units = units_of(args.build or newest_build())
+    units = units_of((args.build or newest_build()).resolve())
     text = f"{description()}\n\n{table(units)}"
     if args.print:
         print(text)
