@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Inductor's pool of compilers takes longer to start, and to end, than the few kernels of the tests.
@@ -86,3 +86,10 @@ def _leave_torch_as_it_was() -> Iterator[None]:
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def force() -> Iterator[Callable[..., None]]:
+    """_C.force_plan, undone after the test."""
+    yield fastnorm._C.force_plan
+    fastnorm._C.force_plan()

@@ -223,8 +223,8 @@ def check_tool(
             if code == 0 and found == 0 and done["ran"] == done["calls"] and not done["not_finite"]:
                 result["finished"].append(i)
             else:
-                out_of_time = "out of time" if found in (0, None) and code <= 0 else ""
-                print(f"---- {job.log.name}, exit code {code} {out_of_time}\n{log[:3000]}")
+                end = "out of time" if not found and code <= 0 else f"exit code {code}"
+                print(f"---- {job.log.name}, {end}\n{log[:3000]}", flush=True)
     result["finished"].sort()
     calls = [len(share) for share in shares(number)]
     result["calls"], result["ran"] = sum(calls), sum(calls[i] for i in result["finished"])

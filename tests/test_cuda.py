@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,9 +25,9 @@ from reference import (
     random,
 )
 from torch import Tensor
+from variants import plan_here
 
 import fastnorm
-from fastnorm import _C
 
 pytestmark = pytest.mark.cuda
 
@@ -39,28 +39,6 @@ SHAPES = [
     (130, 66), (61, 511), (9, 1023), (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385),
     (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def force() -> Iterator[Callable[..., None]]:
-    """_C.force_plan, undone after the test."""
-    yield _C.force_plan
-    _C.force_plan()
-
-
-def _plan(
-    direction: str, rows: int, cols: int, dtype: torch.dtype, **request: Any
-) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(0)
-    return _C.plan(
-        direction,
-        rows,
-        cols,
-        name_of(dtype),
-        sm_count=properties.multi_processor_count,
-        compute_capability=properties.major * 10 + properties.minor,
-        **request,
-    )
 
 
 def _skip_without_clusters(kernel: str) -> None:
@@ -102,7 +80,7 @@ def test_forced_forward_kernels(
     force(**request)
     ran = 0
     for rows, cols in SHAPES:
-        if _plan("forward", rows, cols, dtype, **request)["kernel"] != kernel:
+        if plan_here("forward", rows, cols, dtype, **request)["kernel"] != kernel:
             continue
         x, _, weight, bias = _arguments(rows, cols, dtype)
         check_forward(x, [cols], weight, bias)
@@ -123,7 +101,7 @@ def test_forced_kernels_with_infinities(
     force(kernel=kernel)
     ran = 0
     for rows, cols in SHAPES:
-        if _plan("forward", rows, cols, dtype, kernel=kernel)["kernel"] != kernel:
+        if plan_here("forward", rows, cols, dtype, kernel=kernel)["kernel"] != kernel:
             continue
         x = random((rows, cols), dtype, "cuda")
         row = torch.arange(rows, device="cuda")
@@ -185,7 +163,7 @@ def test_forced_backward_kernels(
     ran = 0
     # Also many rows: persistent blocks then work on several, the last one on none.
     for rows, cols in (*SHAPES, (20_011, 41), (5003, 1000), (3001, 769), (2003, 5120)):
-        plan = _plan("backward", rows, cols, dtype, **request)
+        plan = plan_here("backward", rows, cols, dtype, **request)
         if (plan["kernel"], plan["weight_grads"]) != (kernel, weight_grads):
             continue
         x, grad_out, weight, bias = _arguments(rows, cols, dtype)

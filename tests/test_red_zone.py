@@ -9,15 +9,14 @@ poison, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from reference import DTYPES, name_of, ops, random
 from torch import Tensor
-
-from fastnorm import _C
+from variants import plan_here
 
 pytestmark = pytest.mark.cuda
 
@@ -65,13 +64,6 @@ def _poisoned(pool: torch.cuda.MemPool, poison: int) -> list[Block]:
     return pieces
 
 
-@pytest.fixture
-def force() -> Iterator[Callable[..., None]]:
-    """_C.force_plan, undone after the test."""
-    yield _C.force_plan
-    _C.force_plan()
-
-
 def _in_poison(t: Tensor, poison: int, aligned: bool) -> Tensor:
     """The same numbers with 4 KB of poison before, behind and, if not aligned, between rows."""
     rows, cols = t.shape
@@ -117,17 +109,10 @@ def _watched(
     return [t.clone() for t in results], seen
 
 
-def _plan(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties()
-    return _C.plan(
-        direction,
-        *x.shape,
-        name_of(x.dtype),
-        aligned=aligned and x.shape[1] * x.element_size() % 16 == 0,
-        sm_count=properties.multi_processor_count,
-        compute_capability=properties.major * 10 + properties.minor,
-        **request,
-    )
+def _workspace(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> int:
+    """Bytes."""
+    whole = aligned and x.shape[1] * x.element_size() % 16 == 0
+    return plan_here(direction, *x.shape, x.dtype, aligned=whole, **request)["workspace_bytes"]
 
 
 def _run(
@@ -144,7 +129,7 @@ def _run(
         pool,
         lambda: ops.layer_norm_forward(x, x.shape[1:], weight, bias, 1e-5, None),
         poison,
-        _plan("forward", x, aligned, request)["workspace_bytes"],
+        _workspace("forward", x, aligned, request),
     )
     mean, rstd = outputs[1:]
     gradients, more = _watched(
@@ -153,7 +138,7 @@ def _run(
             grad_out, x, x.shape[1:], mean, rstd, weight, bias, 1e-5, [True, True, True]
         ),
         poison,
-        _plan("backward", x, aligned, request)["workspace_bytes"],
+        _workspace("backward", x, aligned, request),
     )
     return [t.cpu() for t in (*outputs, *gradients)], seen + more
 

@@ -67,6 +67,17 @@ class Device:
 H200 = Device(132, 90)
 
 
+def plan_here(
+    direction: str, rows: int, cols: int, dtype: torch.dtype, **call: Any
+) -> dict[str, Any]:
+    """The plan for the current GPU."""
+    device = Device.current()
+    return _C.plan(
+        direction, rows, cols, name_of(dtype),
+        sm_count=device.sm_count, compute_capability=device.compute_capability, **call,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Call:
     direction: str
