@@ -98,9 +98,10 @@ py::dict describe_block(const Plan& plan) {
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
               bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x, int sm_count,
-              int compute_capability, int large_clusters, const std::optional<std::string>& kernel,
+              int compute_capability, int large_clusters, bool whole_grids,
+              const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
-  const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters};
+  const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids};
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
@@ -147,8 +148,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
         py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("y_as_x") = true,
         py::arg("sm_count") = 132, py::arg("compute_capability") = 90,
-        py::arg("large_clusters") = 7, py::arg("kernel") = py::none(),
-        py::arg("weight_grads") = py::none(), py::arg("cluster_size") = py::none(),
+        py::arg("large_clusters") = 7, py::arg("whole_grids") = true,
+        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
+        py::arg("cluster_size") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",

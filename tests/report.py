@@ -52,11 +52,16 @@ def head(command: str, device: str) -> dict[str, Any]:
     }
 
 
+def sources(*paths: str) -> dict[str, str | None]:
+    """Of files and folders of the repository, what tells their committed content from another."""
+    return {path: _git("rev-parse", f"HEAD:{path}") for path in paths}
+
+
 def earlier(name: str, head: dict[str, Any]) -> dict[str, Any]:
-    """The report of this name if it is of the same commit, build and device; else nothing."""
+    """The report of this name if it is of the same sources, build and device; else nothing."""
     path = REPORTS / name
     report = json.loads(path.read_text()) if path.exists() else {}
-    same = all(report.get(key) == value for key, value in head.items() if key != "date")
+    same = all(report.get(key) == head[key] for key in head.keys() - {"date", "commit"})
     return report if same else {}
 
 

@@ -6,9 +6,9 @@ First each tool must find an error planted for it, and the calls run once withou
 profiler, to see that they reach every kernel that the library holds. Then all calls run under
 memcheck, initcheck, synccheck and racecheck, spread over processes and all GPUs, with the caching
 allocator off.
-The summary is kept in tests/reports/. A run of the same commit with as many processes goes on from
-there: what an earlier one finished without a report is not run again. Exit code 0 if every call ran
-under every tool without one report and every kernel was seen.
+The summary is kept in tests/reports/. A run of the same sources goes on from there: what an
+earlier one finished without a report is not run again. Exit code 0 if every call ran under every
+tool without one report and every kernel was seen.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from fastnorm import _C
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")  # the last takes longer than the others
 DEVICES = torch.cuda.device_count()
-# Shares of the calls for each process. A process needs ten seconds to start, but under racecheck
-# calls of the same cost take from one to twenty.
-SHARES = {"memcheck": 1, "initcheck": 1, "synccheck": 1, "racecheck": 3}
+# A process needs ten seconds to start, but under racecheck calls of the same cost take from one to
+# twenty.
+SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 180}
+# Of six calls at a time each took 3 s, and 1.6 s where racecheck does not analyse what it finds.
+OPTIONS = {"racecheck": ("--racecheck-report", "hazard")}
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
 # --- what runs under a tool -----------------------------------------------------------------------
@@ -64,23 +66,23 @@ def run_planted(tool: str) -> None:
     torch.cuda.synchronize()
 
 
-def shares(processes: int) -> list[list[variants.Call]]:
+def shares(number: int) -> list[list[variants.Call]]:
     """The calls, those of the same kernels together, in shares of about the same cost."""
     calls = sorted(
         variants.calls(variants.Device.current()),
         key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
     )
     total = sum(call.cost for call in calls)
-    result: list[list[variants.Call]] = [[] for _ in range(processes)]
+    result: list[list[variants.Call]] = [[] for _ in range(number)]
     so_far = 0.0
     for call in calls:
-        result[min(processes - 1, int(so_far / total * processes))].append(call)
+        result[min(number - 1, int(so_far / total * number))].append(call)
         so_far += call.cost
     return result
 
 
-def run_share(index: int, processes: int, deadline: float, output: Path) -> None:
-    calls = shares(processes)[index]
+def run_share(index: int, number: int, deadline: float, output: Path) -> None:
+    calls = shares(number)[index]
     ran, wrong = 0, []
     for call in calls:
         if time.time() > deadline:
@@ -152,7 +154,7 @@ def start(tool: str | None, words: list[str], folder: Path, name: str, device: i
         command = [
             "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
             "--num-cuda-barriers", "65536",  # of the ring: 16 in each block that synccheck tracks
-            *command,
+            *OPTIONS.get(tool, ()), *command,
         ]  # fmt: skip
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(DEVICES)))).split(",")
     environment = {
@@ -201,10 +203,9 @@ def check_tool(
 ) -> dict[str, Any]:
     """In more shares than processes, for no cost of a call fits all tools."""
     begin = time.time()
-    number = processes * SHARES[tool]
-    words = ["--processes", str(number), "--deadline", str(until - 30)]
-    if earlier.get("shares") != number:
-        earlier = {"finished": [], "seconds": 0}
+    number = SHARES[tool]
+    words = ["--shares", str(number), "--deadline", str(until - 30)]
+    earlier = earlier or {"finished": [], "seconds": 0}
     result: dict[str, Any] = {
         "shares": number, "finished": list(earlier["finished"]), "reports": 0, "not_finite": [],
     }  # fmt: skip
@@ -249,6 +250,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shares", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--planted", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--seen", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
@@ -261,13 +263,14 @@ def main() -> int:
         seen_kernels(arguments.output)
         return 0
     if arguments.share is not None:
-        run_share(arguments.share, arguments.processes, arguments.deadline, arguments.output)
+        run_share(arguments.share, arguments.shares, arguments.deadline, arguments.output)
         return 0
 
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH", file=sys.stderr)
         return 2
     head = report.head("python tests/sanitize_cuda.py", "cuda")
+    head["sources"] = report.sources("csrc", "tests/sanitize_cuda.py", "tests/variants.py")
     version = subprocess.run(
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
     )

@@ -25,7 +25,7 @@ from reference import (
     random,
 )
 from torch import Tensor
-from variants import plan_here
+from variants import GRID, plan_here
 
 import fastnorm
 
@@ -64,7 +64,7 @@ def _narrowed(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("cluster_size", [2, 4, 8])
+@pytest.mark.parametrize("cluster_size", [2, 4, 8, GRID])
 @pytest.mark.parametrize("kernel", FORWARD_KERNELS)
 def test_forced_forward_kernels(
     force: Callable[..., None], kernel: str, cluster_size: int, dtype: torch.dtype
@@ -72,6 +72,8 @@ def test_forced_forward_kernels(
     _skip_without_clusters(kernel)
     if kernel not in ("cluster", "ring") and cluster_size > 2:
         pytest.skip("only a cluster has a size")
+    if kernel != "ring" and cluster_size == GRID:
+        pytest.skip("only the ring runs as a whole grid")
     if kernel in ("elements", "ring") and dtype == torch.float64:
         pytest.skip("no such kernel")
     request: dict[str, Any] = {"kernel": kernel}
@@ -136,7 +138,7 @@ def test_the_forward_ring_sums_as_clusters_do(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("cluster_size", [2, 4, 8])
+@pytest.mark.parametrize("cluster_size", [2, 4, 8, GRID])
 @pytest.mark.parametrize("weight_grads", ["fused", "columns"])
 @pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
 def test_forced_backward_kernels(
@@ -152,6 +154,8 @@ def test_forced_backward_kernels(
     by_block = ("few_rows", "few_elements", "elements", "ring")
     if kernel not in ("cluster", *by_block) and cluster_size > 2:
         pytest.skip("only a cluster has a size")
+    if kernel != "ring" and cluster_size == GRID:
+        pytest.skip("only the ring runs as a whole grid")
     if kernel in ("few_rows", "few_elements"):
         weight_grads = "tiles"
     if (kernel, weight_grads) == ("split", "fused"):
@@ -172,6 +176,40 @@ def test_forced_backward_kernels(
         check_backward(grad_out, x, [cols], None, bias, output_mask=[True, False, True])
         ran += 1
     assert ran >= (5 if "elements" in kernel else 8)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [131_073, 131_080, 262_145, 524_296, 1_000_001])
+def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
+    """Held by a grid that runs as a whole, in more rows than it holds at once."""
+    rows = 13
+    if torch.cuda.get_device_capability() == (9, 0):
+        plan = plan_here("backward", rows, cols, dtype)
+        assert (plan["kernel"], plan["cluster_size"] > 16) == ("ring", True)
+        assert plan["blocks"] < rows * plan["cluster_size"]
+    x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+    outputs = check_forward(x, [cols], weight, bias)
+    gradients = check_backward(grad_out, x, [cols], weight, bias)
+    assert outputs[0].equal(check_forward(_narrowed(x), [cols], weight, bias)[0])
+    narrowed = check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, bias)
+    assert gradients[0].equal(narrowed[0])
+
+
+def test_a_context_with_few_multiprocessors() -> None:
+    """Where a grid cannot run as a whole, rows are cut instead."""
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
+    cols = 300_000
+    x, grad_out, weight, bias = _arguments(13, cols, torch.bfloat16)
+    try:
+        context = green_contexts.GreenContext.create(32, 0)
+    except RuntimeError as error:
+        pytest.skip(f"no green contexts: {error}")
+    context.set_context()
+    try:
+        check_forward(x, [cols], weight, bias)
+        check_backward(grad_out, x, [cols], weight, bias)
+    finally:
+        context.pop_context()
 
 
 @pytest.mark.parametrize("parameters", ["input's", "float32", "mixed"])

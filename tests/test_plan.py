@@ -152,7 +152,10 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert threads <= 32, where
             assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
-        assert plan["cluster_size"] in (1, 2, 4, 8, 16), where
+        in_grid = plan["cluster_size"] > 16
+        assert in_grid or plan["cluster_size"] in (1, 2, 4, 8, 16), where
+        assert not in_grid or plan["kernel"] == "ring", where
+        assert not in_grid or plan["blocks"] <= min(gpu[0], 160), "all run at the same time"
         streams = plan["kernel"] == "ring" or (direction, plan["kernel"]) == (
             "backward",
             "elements",
@@ -171,7 +174,7 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert merged in (1, 2, 4), where
             assert direction == "backward" or plan["cluster_size"] > 1, where
             assert plan["blocks"] % launched == 0, where
-            assert launched <= 16, where
+            assert launched <= 16 or in_grid, where
         if plan["kernel"] in FEW or streams:
             assert direction == "backward" or plan["kernel"] not in FEW, where
             assert dtype != "float64", where
@@ -211,7 +214,7 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_of_the_ring(dtype: str) -> None:
     """The backward's kernel, from rows of five chunks to those that eight blocks hold, or sixteen
-    where a device has room for such clusters.
+    where a device has room for such clusters, or a block on every multiprocessor.
     """
     narrowest, widest = 5 * chunk_columns(dtype), 65_536
 
@@ -231,8 +234,19 @@ def test_widths_of_the_ring(dtype: str) -> None:
             assert capacity(forced, dtype) >= cols
     for cols in (widest + 8, 2 * widest):
         assert (plan(cols)["kernel"], plan(cols)["cluster_size"]) == ("ring", 16)
-        assert plan(cols, large_clusters=0)["kernel"] == "split"
-    assert plan(2 * widest + 8)["kernel"] == "split"
+    for cols, options in (
+        *((cols, {"large_clusters": 0}) for cols in (widest + 8, 2 * widest)),
+        *((cols, {}) for cols in (2 * widest + 8, 300_001, 120 * 8192 + 8, 132 * 8192)),
+    ):
+        in_grid = plan(cols, **options)
+        assert in_grid["kernel"] == "ring"
+        assert 16 < in_grid["cluster_size"] <= in_grid["blocks"] <= 132
+        assert capacity(in_grid, dtype) >= cols
+        assert plan(cols, whole_grids=False, **options)["kernel"] == "split"
+    assert plan(132 * 8192 + 8)["kernel"] == "split"
+    for size in (17, 40, 132):
+        forced = plan(1000, cluster_size=size)
+        assert (forced["kernel"], forced["cluster_size"] >= size) == ("ring", True)
     assert plan(4 * chunk_columns(dtype))["kernel"] == plan(8)["kernel"] == "rows"
 
 
@@ -302,7 +316,8 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
 def test_widths_where_the_forward_changes(dtype: str) -> None:
     """A row that fits a warp or a block stays in it; how much a block holds is a matter of shared
     memory. Up to eight blocks of 512 threads make a cluster, or sixteen where a device has room for
-    such clusters; then a row is cut. One that ends within a chunk is held by column, in a block.
+    such clusters; then all blocks that run at the same time share a few rows, and what those do not
+    hold is cut. A row that ends within a chunk is held by column, in a block.
     """
     chunk = chunk_columns(dtype)
     small = dtype in SMALL
@@ -325,16 +340,23 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             assert kernel(12_289, capability, one_dtype=False) == "elements"
         assert kernel(warp + chunk, capability) == kernel(block, capability) == "rows"
         clusters = capability >= 90
+        in_grid = "ring" if clusters and small else "split"
         for cols in (block + 1, block + chunk, cluster):
             assert kernel(cols, capability, one_dtype=False) == ("cluster" if clusters else "split")
             assert kernel(cols, capability) == (
                 "split" if not clusters else "ring" if small else "cluster"
             )
         for cols in (cluster + 1, 2 * cluster):
-            assert kernel(cols, capability) == ("ring" if clusters and small else "split")
-            assert kernel(cols, capability, large_clusters=0) == "split"
+            assert kernel(cols, capability) == in_grid
+            without = {"large_clusters": 0}
+            assert kernel(cols, capability, **without) == in_grid
+            assert kernel(cols, capability, whole_grids=False, **without) == "split"
             assert kernel(cols, capability, one_dtype=False) == "split"
-        assert kernel(2 * cluster + 1, capability) == kernel(5_000_000, capability) == "split"
+        for cols in (2 * cluster + 1, 132 * cluster // 8):
+            assert kernel(cols, capability) == in_grid
+            assert kernel(cols, capability, whole_grids=False) == "split"
+        assert kernel(132 * cluster // 8 + 1, capability) == "split"
+        assert kernel(20_000_000, capability) == "split"
 
 
 @pytest.mark.parametrize("dtype", SMALL)
@@ -398,12 +420,17 @@ def test_a_forced_cluster_size(direction: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_forward_workspace(dtype: str) -> None:
-    """Mean and squares of each segment; nothing where a row is held whole."""
+    """Mean and squares of each segment, or of what each block of a whole grid has of the four rows
+    under way, with a tag each; nothing where a row is held by a block or a cluster.
+    """
     item = max(4, SIZES[dtype])
     for rows, cols, plan in all_plans("forward", dtype, (132, 90)):
-        segments = plan["segments"] if plan["kernel"] == "split" else 0
-        assert plan["workspace_bytes"] >= 2 * item * rows * segments
-        assert segments or plan["workspace_bytes"] == 0, f"{rows} x {cols}"
+        expected = 0
+        if plan["kernel"] == "split":
+            expected = 2 * item * rows * plan["segments"]
+        elif plan["cluster_size"] > 16:
+            expected = 2 * 8 * 4 * plan["blocks"]
+        assert plan["workspace_bytes"] == expected, f"{rows} x {cols}"
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
@@ -445,7 +472,9 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
     for rows, cols in itertools.product(ROWS, COLS):
         without = _C.plan("backward", rows, cols, dtype, dw_db=False)
         assert (without["weight_grads"], without["partials"]) == ("none", 0)
-        assert without["kernel"] == "split" or without["workspace_bytes"] == 0
+        in_grid = without["cluster_size"] > 16  # four rows under way, two sums of each with tags
+        if without["kernel"] != "split":
+            assert without["workspace_bytes"] == (2 * 8 * 4 * without["blocks"] if in_grid else 0)
         alone = _C.plan("backward", rows, cols, dtype, dx=False)
         tiles = (False, "tiles", alone["column_blocks"])
         columns = (False, "columns", 0)

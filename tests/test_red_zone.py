@@ -16,7 +16,7 @@ import pytest
 import torch
 from reference import DTYPES, name_of, ops, random
 from torch import Tensor
-from variants import plan_here
+from variants import GRID, plan_here
 
 pytestmark = pytest.mark.cuda
 
@@ -153,6 +153,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"kernel": "few_elements", "cluster_size": 2},
     {"kernel": "ring", "weight_grads": "fused"},
     {"kernel": "ring", "weight_grads": "fused", "cluster_size": 2},
+    {"kernel": "ring", "weight_grads": "fused", "cluster_size": GRID},
     {"kernel": "ring", "weight_grads": "columns"},
     {"kernel": "elements", "cluster_size": 2},
     {"kernel": "elements", "weight_grads": "columns"},

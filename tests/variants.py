@@ -21,13 +21,14 @@ from fastnorm import _C
 
 Request = tuple[tuple[str, Any], ...]
 
+GRID = 17  # blocks of a grid that runs as a whole; more are the same code
 FORWARD_REQUESTS: list[dict[str, Any]] = [
     {},
     {"kernel": "short_rows"},
     {"kernel": "elements"},
     {"kernel": "rows"},
     *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
-    *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
+    *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8, GRID)),
     {"kernel": "split"},
 ]
 BACKWARD_REQUESTS: list[dict[str, Any]] = [
@@ -37,7 +38,7 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
         {"kernel": "elements"},
         *({"kernel": "elements", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "ring"},
-        *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8)),
+        *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8, GRID)),
         {"kernel": "rows"},
         *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "split"},
@@ -50,7 +51,7 @@ BACKWARD_REQUESTS += [
     {"kernel": "few_rows"},
     *({"kernel": "few_rows", "cluster_size": size} for size in (2, 4, 8)),
 ]
-MOST_CHUNKS = 68_000  # of 16 bytes: beyond what a cluster of any kernel holds
+MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hold
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
     """What tells one instantiation, or one way through it, from another."""
     plan = _C.plan(direction, rows, cols, **call)
     threads = plan["threads_per_row"]
+    if plan["cluster_size"] >= GRID:  # of any size: the same code
+        threads = GRID * 32
     return (
         plan["kernel"],
-        plan["cluster_size"],
+        min(plan["cluster_size"], GRID),
         plan["chunks_per_thread"],
         threads if threads <= 32 else 33 if threads <= 256 else 257 if threads <= 384 else 385,
         plan.get("columns_per_thread"),
@@ -167,7 +170,10 @@ def _widths(
 
     found: dict[int, bool] = {}
     seen: set[tuple[Any, ...]] = set()
-    counts = [*range(1, 140), *range(160, 1024, 32), *range(1024, MOST_CHUNKS, 128)]
+    counts = [
+        *range(1, 140), *range(160, 1024, 32), *range(1024, 70_000, 128),
+        *range(70_000, MOST_CHUNKS, 4096),
+    ]  # fmt: skip
     for less in (0, 1):  # whole chunks; a row that ends within one
         ends = {count * per_chunk - less for count in (1, 2, MOST_CHUNKS)}
         for low, high in itertools.pairwise(counts):
@@ -179,7 +185,7 @@ def _widths(
                 kernel, cluster_size, chunks, threads, *rest = plan(end)
                 in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
                 size = threads if in_warp else (threads > 32) + (threads > 384)
-                code = (kernel, cluster_size > 1, chunks, size, *rest)
+                code = (kernel, cluster_size > 1, cluster_size == GRID, chunks, size, *rest)
                 found[end] = found.get(end, False) or code not in seen
                 seen.add(code)
             for cols in (end - 1, end + 1):
@@ -205,7 +211,7 @@ def calls(device: Device) -> Iterator[Call]:
                 ("backward", BACKWARD_REQUESTS),
             ):
                 for request in requests:
-                    if not plain and (not request or request.get("cluster_size", 2) > 2):
+                    if not plain and (not request or request.get("cluster_size") in (4, 8)):
                         continue  # the same code as others
                     items = tuple(request.items())
                     size = dtype.itemsize

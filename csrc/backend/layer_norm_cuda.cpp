@@ -29,12 +29,28 @@ cuda::DeviceProperties properties_of(c10::Device device) {
   return properties;
 }
 
-at::Tensor make_workspace(int64_t bytes, const at::Tensor& input) {
-  return bytes == 0 ? at::Tensor() : at::empty({bytes}, input.options().dtype(at::kByte));
-}
-
-void* workspace_data(const at::Tensor& workspace) {
-  return workspace.defined() ? workspace.mutable_data_ptr() : nullptr;
+// Calls plan_and_launch(properties, launch) for the device of `input`. A context with fewer
+// multiprocessors than the device (a green context) refuses a grid that needs nearly all of them at
+// once, and large clusters; then once more, without either.
+template <class PlanAndLaunch>
+void run(const at::Tensor& input, const PlanAndLaunch& plan_and_launch) {
+  cuda::DeviceProperties properties = properties_of(input.device());
+  const auto launch = [&](auto function, const auto& args, const auto& plan) {
+    at::Tensor workspace;
+    if (plan.workspace_bytes > 0) {
+      workspace = at::empty({plan.workspace_bytes}, input.options().dtype(at::kByte));
+    }
+    return function(args, plan, workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
+                    c10::cuda::getCurrentCUDAStream().stream());
+  };
+  cudaError_t error = plan_and_launch(properties, launch);
+  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize) {
+    cudaGetLastError();
+    properties.whole_grids = false;
+    properties.large_clusters = 0;
+    error = plan_and_launch(properties, launch);
+  }
+  C10_CUDA_CHECK(error);
 }
 
 // The kernels read weight and bias in one dtype; where the two differ, the narrower is made
@@ -65,13 +81,13 @@ Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef no
   const ForwardArgs& args = call.args;
   if (args.rows > 0) {
     unify_parameters(call);
-    const cuda::ForwardPlan plan =
-        cuda::plan_forward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args),
-                            has_one_dtype(args), args.y_dtype == args.x_dtype},
-                           properties_of(input.device()), forced_plan());
-    const at::Tensor workspace = make_workspace(plan.workspace_bytes, input);
-    C10_CUDA_CHECK(cuda::forward(args, plan, workspace_data(workspace),
-                                 c10::cuda::getCurrentCUDAStream().stream()));
+    run(input, [&](const cuda::DeviceProperties& device, auto launch) {
+      const cuda::ForwardPlan plan =
+          cuda::plan_forward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args),
+                              has_one_dtype(args), args.y_dtype == args.x_dtype},
+                             device, forced_plan());
+      return launch(cuda::forward, args, plan);
+    });
   }
   return std::move(call.results);
 }
@@ -90,13 +106,13 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
     if (dw.defined()) dw.zero_();
     if (db.defined()) db.zero_();
   } else if (args.cols > 0 && (args.dx || args.dw || args.db)) {
-    const cuda::BackwardPlan plan = cuda::plan_backward(
-        {args.rows, args.cols, args.x_dtype, cuda::is_aligned(args), args.dx != nullptr,
-         args.dw != nullptr || args.db != nullptr, args.dy_dtype == args.x_dtype},
-        properties_of(input.device()), forced_plan());
-    const at::Tensor workspace = make_workspace(plan.workspace_bytes, input);
-    C10_CUDA_CHECK(cuda::backward(args, plan, workspace_data(workspace),
-                                  c10::cuda::getCurrentCUDAStream().stream()));
+    run(input, [&](const cuda::DeviceProperties& device, auto launch) {
+      const cuda::BackwardPlan plan = cuda::plan_backward(
+          {args.rows, args.cols, args.x_dtype, cuda::is_aligned(args), args.dx != nullptr,
+           args.dw != nullptr || args.db != nullptr, args.dy_dtype == args.x_dtype},
+          device, forced_plan());
+      return launch(cuda::backward, args, plan);
+    });
   }
   return std::move(call.results);
 }

@@ -380,8 +380,9 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
 // dx from the ring, and with kFused the partial sums of dw and db.
 template <class X>
 cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
-                        float* db_partials, cudaStream_t stream) {
+                        float* db_partials, uint64_t* exchange, cudaStream_t stream) {
   RingParameters<X> p;
+  p.exchange = exchange;
   p.rows = args.rows;
   p.cols = args.cols;
   p.inverse_cols = 1.0f / static_cast<float>(args.cols);
@@ -440,7 +441,8 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
                     plan.kernel == Kernel::kFewElements)) {
       error = cudaErrorInvalidValue;
       if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
-        error = launch_ring<DY>(args, plan, dw_partials, db_partials, stream);
+        error = launch_ring<DY>(args, plan, dw_partials, db_partials,
+                                reinterpret_cast<uint64_t*>(segment_sums), stream);
       }
     } else if (plan.dx) {
       error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {

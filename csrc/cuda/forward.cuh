@@ -294,8 +294,8 @@ __global__ void __launch_bounds__(kSegmentThreads)
                                                                                  segment.span);
   tile.load(p.x + segment.row * p.x_row_stride + segment.begin, p.x_end);
   const SetMoments<A> moments =
-      merge_many_sets(p.segment_moments + segment.row * p.segments, p.segments, p.cols,
-                      ForwardSegment<X>::kSize, p.inverse_cols);
+      merge_many_sets<A, int64_t>(p.segment_moments + segment.row * p.segments, p.segments, p.cols,
+                                  ForwardSegment<X>::kSize, p.inverse_cols);
   const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
   tile.wait();
   tile.write(p.y + segment.row * p.cols + segment.begin, moments.mean, rstd,
@@ -434,7 +434,7 @@ template <class X>
 cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                        cudaStream_t stream) {
   if constexpr (!std::is_same_v<X, double>) {
-    if (plan.kernel == Kernel::kRing) return launch_forward_ring<X>(args, plan, stream);
+    if (plan.kernel == Kernel::kRing) return launch_forward_ring<X>(args, plan, workspace, stream);
   }
   return visit_other<X>(args.y_dtype, [&](auto y_type) {
     return forward_to<X, typename decltype(y_type)::type>(args, plan, workspace, stream);

@@ -34,7 +34,7 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
 
 // Of forward_ring.cuh.
 template <class X>
-cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan,
+cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                                 cudaStream_t stream);
 
 }  // namespace fastnorm::cuda

@@ -12,12 +12,15 @@
 // block has and sending it to all blocks of the cluster.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <algorithm>
 
 #include "async.cuh"
 #include "forward_parameters.cuh"
 #include "launch.cuh"
 #include "row_tile.cuh"
+#include "tagged.cuh"
 
 namespace fastnorm::cuda {
 
@@ -38,10 +41,12 @@ struct ForwardRingParameters {
   float* rstd;
   int clusters;  // each with a row at a time
   int cluster_size;
+  int filled_blocks;   // those of a cluster that have columns
+  uint64_t* exchange;  // kGrid: [clusters][kGridExchanges][cluster_size][2]
 };
 
-constexpr int kForwardWarps = kMaxThreadsPerRow / kWarpSize;  // of a block
 constexpr int kForwardExchanges = 4;  // rows whose moments may be on their way at once
+constexpr int kForwardWarps = kMaxThreadsPerRow / kWarpSize;  // of a block
 
 constexpr int kForwardStages = 3;  // rows under way, those being summed and written among them
 
@@ -203,7 +208,89 @@ class MomentsExchange {
   static __device__ __forceinline__ int phase(int row) { return row / kForwardExchanges % 2; }
 };
 
-template <class X, bool kVectorized>
+// The same between blocks of a grid that runs as a whole, by way of device memory (see tagged.cuh).
+class GridMomentsExchange {
+ public:
+  using Set = SetMoments<float>;
+
+  struct Storage {
+    Set warps[2][kForwardWarps];    // of two rows
+    Set blocks[2][kMaxGridBlocks];  // of two rows
+    // Here and not in registers, of which there are none left.
+    uint64_t* words;  // [kGridExchanges][blocks][2]
+    int rank;
+  };
+
+  // All threads of the block must come here, and then meet those of the whole grid.
+  // `blocks` hold a row together, `filled` of which have columns; this one is number `rank`.
+  __device__ __forceinline__ GridMomentsExchange(Storage& storage, uint64_t* words, int rank,
+                                                 int size, int cols, float inverse_cols, int blocks,
+                                                 int filled)
+      : storage_(storage),
+        warp_(threadIdx.x / kWarpSize),
+        warps_(blockDim.x / kWarpSize),
+        size_(size),
+        cols_(cols),
+        inverse_cols_(inverse_cols),
+        numbers_(2 * blocks),
+        filled_(filled) {
+    if (threadIdx.x < 2 * kGridExchanges) {  // no tag of an earlier launch must be there
+      store_tagged(words + threadIdx.x / 2 * numbers_ + 2 * rank + threadIdx.x % 2, 0, 0);
+    }
+    if (threadIdx.x == 0) {
+      storage.words = words;
+      storage.rank = rank;
+    }
+  }
+
+  __device__ __forceinline__ void post(int row, const Set& moments) const {
+    if (threadIdx.x % kWarpSize == 0) storage_.warps[row % 2][warp_] = moments;
+  }
+
+  // After a barrier of the block: what all warps have posted of a row, to the other blocks.
+  __device__ __forceinline__ void relay(int row) const {
+    if (warp_ > 0) return;
+    const int lane = threadIdx.x % kWarpSize;
+    const int rank = storage_.rank;
+    const float block_cols = columns_of_set<float>(cols_, warps_ * size_, rank);
+    const Set moments = merge_sets(storage_.warps[row % 2], static_cast<int>(block_cols), size_,
+                                   quotient(1.f, block_cols));
+    if (lane < 2) {
+      store_tagged(words_of(row) + 2 * rank + lane, lane == 0 ? moments.mean : moments.m2, row + 1);
+    }
+  }
+
+  // The first word that this thread waits for in collect, as it is now.
+  __device__ __forceinline__ uint64_t look(int row) const {
+    return threadIdx.x < numbers_ ? load_tagged(words_of(row) + threadIdx.x) : 0;
+  }
+
+  // The moments of a row that all its blocks relay; also a barrier of the block. `word`: from look.
+  __device__ __forceinline__ Set collect(int row, uint64_t word) const {
+    Set* const blocks = storage_.blocks[row % 2];
+#pragma unroll 1
+    for (int i = threadIdx.x; i < numbers_; i += blockDim.x) {
+      reinterpret_cast<float*>(blocks)[i] = wait_tagged(words_of(row) + i, word, row + 1);
+      word = 0;
+    }
+    __syncthreads();
+    const int block_cols = static_cast<int>(blockDim.x) * (size_ / kWarpSize);
+    return merge_many_sets(blocks, filled_, cols_, block_cols, inverse_cols_);
+  }
+
+ private:
+  Storage& storage_;
+  const int warp_, warps_, size_, cols_;
+  const float inverse_cols_;
+  const int numbers_, filled_;
+
+  __device__ __forceinline__ uint64_t* words_of(int row) const {
+    return storage_.words + row % kGridExchanges * numbers_;
+  }
+};
+
+// kGrid: instead of a cluster, blocks of a grid that runs as a whole.
+template <class X, bool kVectorized, bool kGrid>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     forward_ring(const ForwardRingParameters<X> p) {
   if (!kStreams) return;
@@ -217,13 +304,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   using Chunk = Pack<X, kColumns>;
   using RowSpan = Span<X, kChunks>;
   using Set = SetMoments<float>;
+  using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
-  __shared__ MomentsExchange::Storage storage;
+  __shared__ typename Exchange::Storage storage;
 
   // Who owns what: as in forward_rows.
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const int rank = cluster_rank();
+  const int rank = kGrid ? static_cast<int>(blockIdx.x) % p.cluster_size : cluster_rank();
   const int begin = (rank * static_cast<int>(blockDim.x / kWarpSize) + warp) * RowSpan::kSize;
   const RowSpan span{begin, p.cols - begin, lane};
   const bool whole = span.whole();
@@ -289,8 +377,16 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- the start: what is small first, for it would wait behind the copies that fill the ring
 
-  MomentsExchange exchange(storage, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
-  cluster_arrive();
+  Exchange exchange = [&] {
+    if constexpr (kGrid) {
+      uint64_t* const words = p.exchange + first * (2 * kGridExchanges * p.cluster_size);
+      return Exchange(storage, words, rank, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size,
+                      p.filled_blocks);
+    } else {
+      return Exchange(storage, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
+    }
+  }();
+  if constexpr (!kGrid) cluster_arrive();
   Chunk weight[kChunks], bias[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -363,7 +459,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
-    if (threadIdx.x == 0 && rank == 0) {
+    if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
       const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
       p.mean[row] = moments.mean;
       p.rstd[row] = rstd;
@@ -390,46 +486,71 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- all rows
 
-  cluster_wait();
+  if constexpr (kGrid) {
+    cooperative_groups::this_grid().sync();
+  } else {
+    cluster_wait();
+  }
   unsigned slot = ring;
   wait_copies<kStages - 1>();
   exchange.post(0, moments_of(slot));
+  if constexpr (kGrid) __syncthreads();
   exchange.relay(0);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const unsigned next = next_slot(slot);
+    [[maybe_unused]] uint64_t seen = 0;
+    // (16-bit rows have no registers left for it: 192 x 1000000 bfloat16 took 285 us on an H200
+    // with 20 bytes of spills, 260 us without the look.)
+    if constexpr (kGrid && !kIs16Bit<X>) seen = exchange.look(i);
     if (i + 1 < count) {
       wait_copies<kStages - 2>();
       exchange.post(i + 1, moments_of(next));
     }
-    write_row(slot, i, exchange.collect(i));
+    Set moments;
+    if constexpr (kGrid) {
+      __syncthreads();
+      if (i + 1 < count) exchange.relay(i + 1);
+      moments = exchange.collect(i, seen);
+    } else {
+      moments = exchange.collect(i);
+    }
+    write_row(slot, i, moments);
     copy_row(slot, i + kStages);
-    if (i + 1 < count) exchange.relay(i + 1);
+    if (!kGrid && i + 1 < count) exchange.relay(i + 1);
     slot = next;
   }
   wait_copies<0>();
-  cluster_arrive();  // no block leaves before all have sent and received their moments
-  cluster_wait();
+  if constexpr (!kGrid) {
+    cluster_arrive();  // no block leaves before all have sent and received their moments
+    cluster_wait();
+  }
 }
 
 template <class X, bool kVectorized>
 cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
-  const auto kernel = forward_ring<X, kVectorized>;
+  const bool in_grid = plan.cluster_size > kLargeClusterSize;
+  const auto kernel =
+      in_grid ? forward_ring<X, kVectorized, true> : forward_ring<X, kVectorized, false>;
   constexpr int kWarpBytes = kForwardRingBytes<kVectorized>;
-  static std::atomic<uint64_t> prepared{0};  // a bit per device
+  static std::atomic<uint64_t> prepared[2];  // a bit per device
   const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
-                                         kForwardWarps * kWarpBytes, true, prepared);
+                                         kForwardWarps * kWarpBytes, !in_grid, prepared[in_grid]);
   if (error != cudaSuccess) return error;
-  return launch_dynamic(kernel, plan.blocks, dim3(plan.threads_per_row), plan.cluster_size,
-                        plan.threads_per_row / kWarpSize * kWarpBytes, stream, p);
+  const dim3 threads(plan.threads_per_row);
+  const int bytes = plan.threads_per_row / kWarpSize * kWarpBytes;
+  return in_grid
+             ? launch_together(kernel, plan.blocks, threads, bytes, stream, p)
+             : launch_dynamic(kernel, plan.blocks, threads, plan.cluster_size, bytes, stream, p);
 }
 
 // Rows of X whose y, weight and bias have the same dtype.
 template <class X>
-cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan,
+cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                                 cudaStream_t stream) {
   ForwardRingParameters<X> p;
+  p.exchange = static_cast<uint64_t*>(workspace);
   p.rows = args.rows;
   p.cols = static_cast<int>(args.cols);
   p.eps = static_cast<float>(args.eps);
@@ -446,6 +567,8 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.x_step = p.clusters * args.x_row_stride * static_cast<int64_t>(sizeof(X));
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
   p.cluster_size = plan.cluster_size;
+  const int block_cols = plan.threads_per_row * kForwardChunks * kChunkColumns<X>;
+  p.filled_blocks = (p.cols - 1) / block_cols + 1;
   return plan.vectorized ? launch_clusters<X, true>(p, plan, stream)
                          : launch_clusters<X, false>(p, plan, stream);
 }

@@ -40,6 +40,25 @@ cudaError_t launch_dynamic(void (*kernel)(Parameters...), int64_t blocks, dim3 t
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 
+// Launches blocks that run all at the same time, or none of them, and may therefore wait for each
+// other.
+template <class... Parameters>
+cudaError_t launch_together(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
+                            int shared_bytes, cudaStream_t stream,
+                            const std::common_type_t<Parameters>&... parameters) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = threads;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, parameters...);
+}
+
 template <class... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster_size,
                    cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {

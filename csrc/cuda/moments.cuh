@@ -174,22 +174,24 @@ __device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, i
 }
 
 // The same for any number of sets, too large for an outlier to move their means far.
-template <class A>
-__device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* sets, int64_t number,
-                                                         int64_t columns, int64_t size,
+template <class A, class Index>
+__device__ __forceinline__ SetMoments<A> merge_many_sets(const SetMoments<A>* sets, Index number,
+                                                         Index columns, Index size,
                                                          A inverse_columns) {
-  const auto share = [&](int64_t i) {
+  const auto share = [&](Index i) {
     return static_cast<A>(i + 1 < number ? size : columns - i * size) * inverse_columns;
   };
   const A reference = reference_point(sets[0].mean);
   A values[] = {0};
-  for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
+#pragma unroll 1
+  for (Index i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
     values[0] = fma(share(i), sets[i].mean - reference, values[0]);
   }
   sum_lanes<kWarpSize>(values);
   const A mean = reference + values[0];
   values[0] = 0;
-  for (int64_t i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
+#pragma unroll 1
+  for (Index i = threadIdx.x % kWarpSize; i < number; i += kWarpSize) {
     const A delta = sets[i].mean - mean;
     values[0] += fma(share(i) * static_cast<A>(columns) * delta, delta, sets[i].m2);
   }

@@ -122,10 +122,12 @@ int shared_bytes_of(const DeviceProperties& device) {
   }
 }
 
-// How the ring holds a row: by `threads` of each block of a cluster.
+// How the ring holds a row: by `threads` of each block of a cluster, or of a group of blocks of a
+// grid that runs as a whole, which then holds `grid_rows` at once.
 struct RingShape {
   int threads = 0;
   int cluster_size = 1;
+  int grid_rows = 0;
 };
 
 // Threads that stream rows of x's dtype on one multiprocessor: 512 of a 16-bit type. With twice the
@@ -187,6 +189,27 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const Device
   return tiles;
 }
 
+bool asks_for_grid(const PlanRequest& request) {
+  return request.cluster_size && *request.cluster_size > kLargeClusterSize;
+}
+
+// Rows of `threads` threads that no cluster holds, in a grid that runs as a whole: as many rows at
+// once as there are multiprocessors for, with even shares; a block on each but some, as in
+// shape_ring, or as many more as that takes. What blocks tell each other costs the same for a small
+// share: 512 x 262144 float32 backward took 500 us on an H200 by three times 40 blocks, 444 us by
+// four times 32.
+std::optional<RingShape> grid_shape(int64_t threads, const DeviceProperties& device,
+                                    const PlanRequest& request) {
+  int64_t least = std::max<int64_t>(kLargeClusterSize + 1, ceil_div(threads, kMaxThreadsPerRow));
+  if (asks_for_grid(request)) least = std::max<int64_t>(least, *request.cluster_size);
+  const int64_t all = device.whole_grids ? std::min(kMaxGridBlocks, device.sm_count) : 0;
+  if (least > all) return std::nullopt;
+  const int64_t rows = all / least;
+  const int64_t size = std::max(least, (all - all / 11) / rows);
+  const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
+  return RingShape{static_cast<int>(each), static_cast<int>(size), static_cast<int>(rows)};
+}
+
 // Whether rows can be streamed through shared memory.
 bool streams(const BackwardProblem& problem, const DeviceProperties& device) {
   constexpr int kRingBytes = 227 * 1024;
@@ -214,6 +237,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   }
   const int64_t threads = ceil_div(ceil_div(problem.cols, chunk_columns(problem.x_dtype)),
                                    backward_chunks(problem.x_dtype));
+  if (asks_for_grid(request)) return grid_shape(threads, device, request);
   if (least_size == 1 && threads <= kWarpSize) {
     return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
   }
@@ -237,7 +261,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (device.large_clusters > 0 && each <= kMaxThreadsPerRow) {
     return RingShape{static_cast<int>(each), kLargeClusterSize};
   }
-  return std::nullopt;
+  return grid_shape(threads, device, request);
 }
 
 // How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
@@ -322,6 +346,7 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
 
   const int sms = device.sm_count;
+  if (shape.grid_rows > 0) return shape.grid_rows * shape.cluster_size;
   if (sms < kFewMultiprocessors) return std::max(sms, shape.cluster_size);
   const bool by_memory = plan.vectorized && !idle;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
@@ -508,13 +533,29 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
 }
 
-bool forward_ring_runs(const ForwardProblem& problem, int64_t chunks,
-                       const DeviceProperties& device) {
+// Whole warps for `chunks` chunks.
+int forward_threads(int64_t chunks, int chunks_per_thread) {
+  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
+}
+
+// The ring holds rows as kCluster does, and those that it cannot hold by more blocks; none where
+// rows cannot be streamed so.
+std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
+                                            const DeviceProperties& device,
+                                            const PlanRequest& request) {
   constexpr int kRingBytes = 227 * 1024;
-  const int blocks = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
-  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
-         problem.one_dtype && problem.x_dtype != DType::kFloat64 &&
-         chunks <= block_chunks(kForwardChunks) * blocks;
+  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
+      !problem.one_dtype || problem.x_dtype == DType::kFloat64) {
+    return std::nullopt;
+  }
+  const int64_t most = block_chunks(kForwardChunks);
+  const bool large = device.large_clusters > 0;
+  if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
+    return grid_shape(ceil_div(chunks, kForwardChunks), device, request);
+  }
+  const int size = chunks > most * kMaxClusterSize ? kLargeClusterSize
+                                                   : choose_cluster_size(chunks, most, request);
+  return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
 }
 
 // `uneven`: rows end within a chunk, and so are never aligned.
@@ -523,7 +564,7 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
   if (request.kernel && forward_runs(*request.kernel, chunks, device)) {
     return *request.kernel;
   }
-  const bool rings = forward_ring_runs(problem, chunks, device);
+  const bool rings = forward_ring_shape(problem, chunks, device, request).has_value();
   if (request.kernel == Kernel::kRing && rings) return Kernel::kRing;
   if (elements_run(problem, device)) return Kernel::kElements;
   // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
@@ -549,11 +590,6 @@ void shape_short_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
   plan.rows_per_block = kShortRowThreads / plan.threads_per_row * plan.rows_per_thread;
 }
 
-// Whole warps for `chunks` chunks.
-int forward_threads(int64_t chunks, int chunks_per_thread) {
-  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
-}
-
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
 // holds two blocks.
 void shape_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
@@ -575,27 +611,28 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58. Larger
 // clusters do not fit into what is left of some GPCs; one that has to wait for another's end
 // doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
-int64_t forward_ring_teams(int cluster_size, const DeviceProperties& device) {
+int64_t forward_ring_teams(const RingShape& shape, const DeviceProperties& device) {
   const int sms = device.sm_count;
-  if (cluster_size == kLargeClusterSize) return device.large_clusters;
-  return std::max(1, (cluster_size == 2 ? sms - 2 : sms - sms / 7) / cluster_size);
+  if (shape.grid_rows > 0) return shape.grid_rows;
+  if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
+  return std::max(1, (shape.cluster_size == 2 ? sms - 2 : sms - sms / 7) / shape.cluster_size);
 }
 
-// Rows as in kCluster, and those that it cannot hold in kLargeClusterSize blocks.
-void shape_forward_ring(ForwardPlan& plan, int64_t rows, int64_t chunks,
-                        const DeviceProperties& device, const PlanRequest& request) {
+void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
+                        const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = kForwardChunks;
-  plan.cluster_size = chunks <= block_chunks(kForwardChunks) * kMaxClusterSize
-                          ? choose_cluster_size(chunks, block_chunks(kForwardChunks), request)
-                          : kLargeClusterSize;
-  plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
+  plan.cluster_size = shape.cluster_size;
+  plan.threads_per_row = shape.threads;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   constexpr int64_t kFewTurns = 8;
-  const int64_t teams = forward_ring_teams(plan.cluster_size, device);
+  const int64_t teams = forward_ring_teams(shape, device);
   const int64_t turns = ceil_div(rows, teams);
   plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
+  if (shape.grid_rows > 0) {
+    plan.workspace_bytes = plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+  }
 }
 
 }  // namespace
@@ -625,7 +662,8 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kFewElements:
       break;
     case Kernel::kRing:
-      shape_forward_ring(plan, problem.rows, chunks, device, request);
+      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem.rows,
+                         device);
       return plan;
     case Kernel::kSplit:
       plan.chunks_per_thread = kForwardChunks;
@@ -711,6 +749,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const int64_t groups = ceil_div(problem.rows, plan.rows_per_block);
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
   const bool by_ring = plan.kernel == Kernel::kRing || plan.kernel == Kernel::kElements;
+  const bool in_grid = plan.cluster_size > kLargeClusterSize;
   const int64_t resident_blocks =
       by_ring ? ring_blocks
               : int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
@@ -736,7 +775,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     // state.
     const int64_t working = plan.kernel == Kernel::kSplit              ? groups
                             : plan.weight_grads == WeightGrads::kFused ? plan.partials * plan.merged
-                            : by_ring && groups < 2 * resident_groups
+                            : by_ring && !in_grid && groups < 2 * resident_groups
                                 ? groups
                                 : std::min(groups, (by_ring ? 1 : 2) * resident_groups);
     plan.blocks = working * plan.segments * plan.cluster_size;
@@ -745,6 +784,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     plan.workspace_bytes += 2 * accumulator_bytes * problem.rows * plan.segments;
   }
   plan.workspace_bytes += 2 * accumulator_bytes * plan.partials * problem.cols;
+  if (in_grid) {
+    plan.workspace_bytes += plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+  }
   return plan;
 }
 

@@ -3,7 +3,8 @@
 //
 // Words: a *chunk* is 16 bytes of x (8 columns of a 16-bit row) and always belongs to one thread,
 // whatever the row's alignment. A row is held by `threads_per_row` threads of each of
-// `cluster_size` blocks. In the forward a warp holds neighbouring chunks and its lane l the chunks
+// `cluster_size` blocks: of a cluster, or, if they are more than kLargeClusterSize, of a grid that
+// runs as a whole. In the forward a warp holds neighbouring chunks and its lane l the chunks
 // l, l + 32, and so on of them; in the backward thread t owns the chunks t, t + threads_per_row.
 //
 // What fixes the order of summation of y and dx (kernel, chunks_per_thread, columns_per_thread,
@@ -23,6 +24,7 @@ struct DeviceProperties {
   int sm_count = 0;
   int compute_capability = 0;  // 90 for 9.0
   int large_clusters = 0;      // of kLargeClusterSize blocks of kRing, that run side by side
+  bool whole_grids = true;  // whether a block on nearly every multiprocessor is sure of its place
 };
 
 enum class Kernel : uint8_t {
@@ -54,6 +56,8 @@ constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
 constexpr int kMaxClusterSize = 8;       // what every device with clusters offers
 constexpr int kLargeClusterSize = 16;    // what some offer, if their GPCs are large enough
+constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid that runs as a whole
+constexpr int kGridExchanges = 4;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;     // a block of the backward that several rows share
 constexpr int kMaxRingThreads = 640;     // the largest block of kRing

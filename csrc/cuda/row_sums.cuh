@@ -2,8 +2,9 @@
 // a row, and dx. All of them add in this order, so that they agree bit for bit.
 //
 // A row is held by some lanes of a warp (kWarp), by warps of a block (kBlock) or by those of a
-// cluster (kCluster). Lane l of the n lanes of a warp that hold a run of it owns the chunks l, l +
-// n of the run: 16 columns, 32 bytes of a 16-bit row, 64 of float32.
+// cluster (kCluster) or of many blocks of a grid that runs as a whole (kGrid). Lane l of the n
+// lanes of a warp that hold a run of it owns the chunks l, l + n of the run: 16 columns, 32 bytes
+// of a 16-bit row, 64 of float32.
 #pragma once
 
 #include "launch.cuh"
@@ -11,7 +12,7 @@
 
 namespace fastnorm::cuda {
 
-enum class RingSpan : uint8_t { kWarp, kBlock, kCluster };
+enum class RingSpan : uint8_t { kWarp, kBlock, kCluster, kGrid };
 
 template <class X>
 constexpr int kRingChunks = backward_chunks(sizeof(X) == 2 ? DType::kFloat16 : DType::kFloat32);

@@ -35,6 +35,7 @@ def plan(
     sm_count: int = 132,
     compute_capability: int = 90,
     large_clusters: int = 7,
+    whole_grids: bool = True,
     kernel: KernelName | None = None,
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
