@@ -8,7 +8,7 @@ memcheck, initcheck, synccheck and racecheck, spread over processes and all GPUs
 allocator off.
 The summary is kept in tests/reports/. A run of the same sources goes on from there: what an
 earlier one finished without a report is not run again. Exit code 0 if every call ran under every
-tool without one report and every kernel was seen.
+tool without one report and every kernel was seen (with --matching, those of its calls).
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def run_planted(tool: str) -> None:
     torch.cuda.synchronize()
 
 
-def shares(number: int) -> list[list[variants.Call]]:
+def shares(number: int, matching: str) -> list[list[variants.Call]]:
     """The calls, those of the same kernels together, in shares of about the same cost."""
     calls = sorted(
-        variants.calls(variants.Device.current()),
+        (c for c in variants.calls(variants.Device.current()) if re.search(matching, str(c))),
         key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
     )
     total = sum(call.cost for call in calls)
@@ -81,8 +81,8 @@ def shares(number: int) -> list[list[variants.Call]]:
     return result
 
 
-def run_share(index: int, number: int, deadline: float, output: Path) -> None:
-    calls = shares(number)[index]
+def run_share(index: int, number: int, matching: str, deadline: float, output: Path) -> None:
+    calls = shares(number, matching)[index]
     ran, wrong = 0, []
     for call in calls:
         if time.time() > deadline:
@@ -124,10 +124,10 @@ def compiled_kernels() -> set[str] | None:
     return {plain_name(line) for line in names.stdout.splitlines()}
 
 
-def seen_kernels(output: Path) -> None:
+def seen_kernels(matching: str, output: Path) -> None:
     """Runs all calls under the profiler and writes the names of the kernels of this library."""
     seen: set[str] = set()
-    (calls,) = shares(1)
+    (calls,) = shares(1, matching)
     for begin in range(0, len(calls), 500):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for call in calls[begin : begin + 500]:
@@ -199,12 +199,17 @@ def check_planted(folder: Path, until: float) -> dict[str, Any]:
 
 
 def check_tool(
-    tool: str, processes: int, folder: Path, until: float, earlier: dict[str, Any]
+    tool: str,
+    matching: str,
+    processes: int,
+    folder: Path,
+    until: float,
+    earlier: dict[str, Any],
 ) -> dict[str, Any]:
     """In more shares than processes, for no cost of a call fits all tools."""
     begin = time.time()
-    number = SHARES[tool]
-    words = ["--shares", str(number), "--deadline", str(until - 30)]
+    number = min(SHARES[tool], max(1, len(shares(1, matching)[0]) // 4))
+    words = ["--shares", str(number), "--deadline", str(until - 30), "--matching", matching]
     earlier = earlier or {"finished": [], "seconds": 0}
     result: dict[str, Any] = {
         "shares": number, "finished": list(earlier["finished"]), "reports": 0, "not_finite": [],
@@ -227,7 +232,7 @@ def check_tool(
                 end = "out of time" if not found and code <= 0 else f"exit code {code}"
                 print(f"---- {job.log.name}, {end}\n{log[:3000]}", flush=True)
     result["finished"].sort()
-    calls = [len(share) for share in shares(number)]
+    calls = [len(share) for share in shares(number, matching)]
     result["calls"], result["ran"] = sum(calls), sum(calls[i] for i in result["finished"])
     result["seconds"] = earlier["seconds"] + round(time.time() - begin)
     return result
@@ -249,6 +254,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--matching", default="", help="of the calls those that this finds")
+    parser.add_argument("--report", default="sanitizer_cuda.json", help="in tests/reports")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shares", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--planted", choices=TOOLS, help=argparse.SUPPRESS)
@@ -260,39 +267,50 @@ def main() -> int:
         run_planted(arguments.planted)
         return 0
     if arguments.seen:
-        seen_kernels(arguments.output)
+        seen_kernels(arguments.matching, arguments.output)
         return 0
     if arguments.share is not None:
-        run_share(arguments.share, arguments.shares, arguments.deadline, arguments.output)
+        run_share(
+            arguments.share, arguments.shares, arguments.matching, arguments.deadline,
+            arguments.output,
+        )  # fmt: skip
         return 0
 
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH", file=sys.stderr)
         return 2
     head = report.head("python tests/sanitize_cuda.py", "cuda")
+    head["matching"] = arguments.matching
     head["sources"] = report.sources("csrc", "tests/sanitize_cuda.py", "tests/variants.py")
     version = subprocess.run(
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
     )
     head["compute_sanitizer"] = version.stdout.strip().splitlines()[-2:]
     end = time.time() + arguments.seconds
-    last = report.earlier("sanitizer_cuda.json", head)
+    last = report.earlier(arguments.report, head)
     results: dict[str, Any] = dict(last.get("tools", {}))
     covered = last.get("kernels", {"missing": None})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        watching = None if covered["missing"] == [] else start(None, ["--seen"], folder, "seen")
+        watching = (
+            None
+            if covered["missing"] == []
+            else start(None, ["--seen", "--matching", arguments.matching], folder, "seen")
+        )
         planted = check_planted(folder, time.time() + arguments.seconds / 5)
         for tool in arguments.tools:
             earlier = results.get(tool, {})
-            results[tool] = check_tool(tool, arguments.processes, folder, end, earlier)
+            results[tool] = check_tool(
+                tool, arguments.matching, arguments.processes, folder, end, earlier
+            )
             # After each tool, so that what it found is not lost if the next one's time runs out.
             content = {**head, "planted": planted, "tools": results, "kernels": covered}
-            report.write("sanitizer_cuda.json", content)
+            report.write(arguments.report, content)
         if watching is not None:
             content["kernels"] = covered = coverage(watching, end + 20)
-            report.write("sanitizer_cuda.json", content)
-    passed = all(p["found"] for p in planted.values()) and covered["missing"] == []
+            report.write(arguments.report, content)
+    passed = all(p["found"] for p in planted.values())
+    passed &= covered["missing"] == [] or arguments.matching != ""
     passed &= set(results) == set(TOOLS)
     print(f"\n{'tool':12} {'calls':>7} {'ran':>7} {'reports':>8} {'seconds':>8}")
     for tool, result in results.items():
