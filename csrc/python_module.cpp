@@ -122,8 +122,6 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
   result["partials"] = plan.partials;
-  result["launches"] = plan.launches;
-  result["rows_per_launch"] = plan.rows_per_launch;
   result["merged"] = plan.merged;
   result["tile_lanes"] = plan.tile_lanes;
   result["slices"] = plan.slices;

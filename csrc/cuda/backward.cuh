@@ -354,6 +354,7 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
 template <class X>
 FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const BackwardPlan& plan) {
   FewRowsParameters<X> p;
+  p.rows = args.rows;
   p.cols = args.cols;
   p.inverse_cols = 1.0f / static_cast<float>(args.cols);
   p.x = static_cast<const X*>(args.x);
@@ -376,13 +377,13 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
   return p;
 }
 
-// dx from the ring, and with kFused the partial sums of dw and db, perhaps of some rows after the
-// other.
+// dx from the ring, and with kFused the partial sums of dw and db.
 template <class X>
 cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
                         float* db_partials, uint64_t* exchange, cudaStream_t stream) {
   RingParameters<X> p;
   p.exchange = exchange;
+  p.rows = args.rows;
   p.cols = args.cols;
   p.inverse_cols = 1.0f / static_cast<float>(args.cols);
   p.x = static_cast<const X*>(args.x);
@@ -403,40 +404,20 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
   p.merged = plan.merged;
   const int64_t teams = kWarpSize / p.lanes;
+  const int64_t units = (args.rows + teams - 1) / teams;
   p.unit_stride = (plan.blocks - plan.column_blocks) / plan.cluster_size * p.groups;
+  p.full_turns = static_cast<int>(units / p.unit_stride);
+  p.last_turn = static_cast<int>(units % p.unit_stride);
   if (plan.kernel != Kernel::kRing) {
     constexpr int64_t kStep = 2 * kWarpSize;
     const int warps = p.warps * p.cluster_size;
     const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
     p.warp_steps = steps / warps;
     p.first_longer_warp = warps - steps % warps;
+    return launch_backward_elements(p, few_rows_parameters<X>(args, plan), plan, stream);
   }
-  const int64_t most_rows = fused ? plan.rows_per_launch : args.rows;
-  for (int64_t begin = 0; begin < args.rows; begin += most_rows) {
-    p.rows = std::min(most_rows, args.rows - begin);
-    const int64_t units = (p.rows + teams - 1) / teams;
-    p.full_turns = static_cast<int>(units / p.unit_stride);
-    p.last_turn = static_cast<int>(units % p.unit_stride);
-    cudaError_t error = cudaSuccess;
-    if (plan.kernel != Kernel::kRing) {
-      error = launch_backward_elements(p, few_rows_parameters<X>(args, plan), plan, stream);
-    } else if (plan.vectorized) {
-      error = launch_ring<X, true>(p, plan, stream);
-    } else {
-      error = launch_ring<X, false>(p, plan, stream);
-    }
-    if (error != cudaSuccess) return error;
-    p.x += most_rows * p.x_row_stride;
-    p.dy += most_rows * p.dy_row_stride;
-    p.dx += most_rows * p.cols;
-    p.mean += most_rows;
-    p.rstd += most_rows;
-    if (fused) {
-      p.dw_partials += plan.partials / plan.launches * p.cols;
-      p.db_partials += plan.partials / plan.launches * p.cols;
-    }
-  }
-  return cudaSuccess;
+  return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
+                         : launch_ring<X, false>(p, plan, stream);
 }
 
 // Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The

@@ -159,13 +159,13 @@ int choose_merged(int64_t blocks, int64_t cols, const DeviceProperties& device) 
   return most >= 2 && blocks % 2 == 0 ? 2 : 1;
 }
 
-// The most rows of one launch, of whose columns `teams` add up a share each, row by row. PyTorch
-// adds up 32 shares; fewer and longer ones have an error that grows faster with the number of rows
-// (20011 rows by seven teams: three times PyTorch's).
-int64_t most_fused_rows(int64_t rows, int64_t teams) {
+// Whether `teams` of blocks may add up dw and db, row by row, each the columns of its share of the
+// rows. PyTorch adds up 32 shares; the error of fewer and longer ones grows faster with the number
+// of rows. With twice as many rows as here that of equal signs would exceed twice PyTorch's.
+bool teams_are_enough(int64_t teams, int64_t rows) {
   constexpr int64_t kManyTeams = 32;
-  constexpr int64_t kLeastShare = 128;
-  return teams < kManyTeams ? std::min(rows, kLeastShare * teams * teams) : rows;
+  constexpr int64_t kShare = 64;
+  return teams >= kManyTeams || rows <= kShare * teams * teams;
 }
 
 // The tiles of columns in which kFewRows sums dw and db.
@@ -765,7 +765,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const int64_t resident_groups = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
 
   if (problem.weight_grads) {
-    const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit;
+    const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
+                          (!by_ring || plan.cluster_size == 1 ||
+                           teams_are_enough(std::min(groups, resident_groups), problem.rows));
     const bool pays = (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
     const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
     if (can_fuse && fuse) {
@@ -775,12 +777,6 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
         plan.merged = choose_merged(plan.partials, problem.cols, device);
         plan.partials /= plan.merged;
       }
-      plan.rows_per_launch = problem.rows;
-      if (by_ring && plan.cluster_size > 1) {
-        plan.rows_per_launch = most_fused_rows(problem.rows, plan.partials);
-        plan.launches = ceil_div(problem.rows, plan.rows_per_launch);
-        plan.partials *= plan.launches;
-      }
     } else {
       plan_columns(plan, problem.rows, chunks, device);
     }
@@ -788,9 +784,8 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   if (problem.dx) {
     // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
     // state.
-    const int64_t working = plan.kernel == Kernel::kSplit ? groups
-                            : plan.weight_grads == WeightGrads::kFused
-                                ? plan.partials / plan.launches * plan.merged
+    const int64_t working = plan.kernel == Kernel::kSplit              ? groups
+                            : plan.weight_grads == WeightGrads::kFused ? plan.partials * plan.merged
                             : by_ring && !in_grid && groups < 2 * resident_groups
                                 ? groups
                                 : std::min(groups, (by_ring ? 1 : 2) * resident_groups);

@@ -127,9 +127,7 @@ struct BackwardPlan {
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
-  int64_t launches = 1;  // kFused: one after the other, each with partial sums of its own
-  int64_t rows_per_launch = 0;
-  int merged = 1;  // kRing: blocks, a cluster, that leave one row of them together
+  int merged = 1;        // kRing: blocks, a cluster, that leave one row of them together
   // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
