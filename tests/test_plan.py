@@ -254,7 +254,7 @@ def test_widths_of_the_ring(dtype: str) -> None:
 def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
     for cols in (33, 65, 257, 513, 1023, 4095, 4097, 8193, 16_385, 50_257, 65_537, 131_071):
-        for rows in (1, 60_000):
+        for rows in (1, 60_000 if cols < 30_000 else 3000):
             plan = _C.plan("backward", rows, cols, dtype)
             few = rows == 1 and cols < 65_536
             assert plan["kernel"] == ("few_elements" if few else "elements")
@@ -458,7 +458,7 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
             launched = plan["cluster_size"] * plan["merged"]
             assert plan["partials"] * launched == plan["blocks"], where
         else:
-            few_teams = 16 * plan["blocks"] < 32 * gpu[0] and plan["cluster_size"] > 4
+            few_teams = plan["cluster_size"] > 1 and plan["blocks"] < 32 * plan["cluster_size"]
             assert weight_grads != "fused" or plan["kernel"] == "split" or few_teams, where
             threads = plan["column_threads"]
             assert threads in (1, 2, 4, 8, 16, 32), where
