@@ -1,5 +1,6 @@
 // The forward of rows that a cluster of blocks holds, by blocks that stay. The order of summation
-// is that of forward_rows, so that results are the same bit for bit.
+// is that of forward_rows, so that results are the same bit for bit. Rows that no cluster holds are
+// shared by blocks of a grid that runs as a whole.
 //
 // Every thread copies its own chunks of the rows to come into a ring in shared memory, reads them
 // twice from there (for the moments, then for y) and refills the slot. As threads read only what
@@ -306,7 +307,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   using Set = SetMoments<float>;
   using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
+#pragma nv_diag_suppress 20054  // a set's initial values, which are not needed
   __shared__ typename Exchange::Storage storage;
+#pragma nv_diag_default 20054
 
   // Who owns what: as in forward_rows.
   const int warp = threadIdx.x / kWarpSize;

@@ -17,17 +17,23 @@ constexpr bool kStreams = false;
 constexpr bool kStreams = true;
 #endif
 
-// Launches and returns the launch's own error. A cluster_size of one is a plain launch.
 // `shared_bytes`: dynamic shared memory of a block.
-template <class... Parameters>
-cudaError_t launch_dynamic(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
-                           int cluster_size, int shared_bytes, cudaStream_t stream,
-                           const std::common_type_t<Parameters>&... parameters) {
+inline cudaLaunchConfig_t launch_config(int64_t blocks, dim3 threads, int shared_bytes,
+                                        cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = threads;
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
+  return config;
+}
+
+// Launches and returns the launch's own error. A cluster_size of one is a plain launch.
+template <class... Parameters>
+cudaError_t launch_dynamic(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
+                           int cluster_size, int shared_bytes, cudaStream_t stream,
+                           const std::common_type_t<Parameters>&... parameters) {
+  cudaLaunchConfig_t config = launch_config(blocks, threads, shared_bytes, stream);
   cudaLaunchAttribute attribute;
   if (cluster_size > 1) {
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -46,11 +52,7 @@ template <class... Parameters>
 cudaError_t launch_together(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
                             int shared_bytes, cudaStream_t stream,
                             const std::common_type_t<Parameters>&... parameters) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
+  cudaLaunchConfig_t config = launch_config(blocks, threads, shared_bytes, stream);
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;

@@ -6,7 +6,9 @@
 // themselves, the ring needs no barrier. Weight and the running dw and db are in registers.
 //
 // Warps that hold a row together exchange their sums through barriers in shared memory, one row
-// ahead: a warp posts its sums of row i + 1 before it waits for all of row i's.
+// ahead: a warp posts its sums of row i + 1 before it waits for all of row i's. Rows that no
+// cluster holds are shared by blocks of a grid that runs as a whole, whose sums go through device
+// memory.
 #pragma once
 
 #include <cooperative_groups.h>
