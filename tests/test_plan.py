@@ -500,8 +500,8 @@ def test_the_partial_sums_of_many_rows_stay_few() -> None:
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_no_share_of_rows_is_so_long_that_its_sums_are_off(dtype: str) -> None:
-    """Where fewer than 32 teams would add up dw and db: at most 64 rows for every team, even if
-    asked for.
+    """Where fewer than 32 teams would add up dw and db: at most 64 rows times the square of their
+    number, even if asked for.
     """
     seen = set()
     for cols, asked in itertools.product(COLS, (None, "fused")):

@@ -161,7 +161,8 @@ int choose_merged(int64_t blocks, int64_t cols, const DeviceProperties& device) 
 
 // Whether `teams` of blocks may add up dw and db, row by row, each the columns of its share of the
 // rows. PyTorch adds up 32 shares; the error of fewer and longer ones grows faster with the number
-// of rows. With twice as many rows as here that of equal signs would exceed twice PyTorch's.
+// of rows. With twice as many rows as here, that of equal signs exceeds twice PyTorch's and the
+// rounding that tests allow (simulated).
 bool teams_are_enough(int64_t teams, int64_t rows) {
   constexpr int64_t kManyTeams = 32;
   constexpr int64_t kShare = 64;
