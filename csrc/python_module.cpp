@@ -97,9 +97,9 @@ py::dict describe_block(const Plan& plan) {
 }
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
-              bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x, int sm_count,
-              int compute_capability, int large_clusters, bool whole_grids,
-              const std::optional<std::string>& kernel,
+              bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x,
+              const std::optional<std::string>& dy_dtype, int sm_count, int compute_capability,
+              int large_clusters, bool whole_grids, const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids};
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
@@ -117,12 +117,15 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
                                 direction + "'");
   }
   const cuda::BackwardPlan plan = inspection::plan_backward(
-      {rows, cols, x_dtype, aligned, dx, dw_db, one_dtype}, device, request);
+      {rows, cols, x_dtype, dy_dtype ? find_named("dy_dtype", *dy_dtype, kDtypes) : x_dtype,
+       aligned, dx, dw_db},
+      device, request);
   py::dict result = describe_block(plan);
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
   result["partials"] = plan.partials;
   result["merged"] = plan.merged;
+  result["shares"] = plan.shares;
   result["tile_lanes"] = plan.tile_lanes;
   result["slices"] = plan.slices;
   result["column_blocks"] = plan.column_blocks;
@@ -147,10 +150,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
         py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("y_as_x") = true,
-        py::arg("sm_count") = 132, py::arg("compute_capability") = 90,
-        py::arg("large_clusters") = 7, py::arg("whole_grids") = true,
-        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
-        py::arg("cluster_size") = py::none(),
+        py::arg("dy_dtype") = py::none(), py::arg("sm_count") = 132,
+        py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
+        py::arg("whole_grids") = true, py::arg("kernel") = py::none(),
+        py::arg("weight_grads") = py::none(), py::arg("cluster_size") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",

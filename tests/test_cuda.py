@@ -196,12 +196,14 @@ def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster_size", "rows"), [(8, 12_000), (GRID, 3136), (40, 576), (120, 64)]
+    ("cluster_size", "rows"), [(8, 12_000), (GRID, 3136), (GRID, 20_011), (40, 4000), (120, 1025)]
 )
 def test_sums_over_many_rows_by_few_teams(
     force: Callable[..., None], cluster_size: int, rows: int
 ) -> None:
-    """As many as they may add up, of equal signs, so that all roundings matter."""
+    """As many as they may add up, of equal signs, so that all roundings matter; in a grid more, in
+    several shares.
+    """
     cols = 500
     request: dict[str, Any] = {
         "kernel": "ring", "cluster_size": cluster_size, "weight_grads": "fused",
@@ -209,9 +211,11 @@ def test_sums_over_many_rows_by_few_teams(
     if torch.cuda.get_device_capability() == (9, 0):
         plan = plan_here("backward", rows, cols, torch.float32, **request)
         assert plan["weight_grads"] == "fused"
+        assert (plan["shares"] > 1) == (cluster_size >= GRID and rows != 3136)
     x, grad_out, weight, bias = _arguments(rows, cols, torch.float32)
     force(**request)
-    check_backward(grad_out.abs(), x, [cols], weight, bias)
+    for each in (x, _narrowed(x)):
+        check_backward(grad_out.abs(), each, [cols], weight, bias)
 
 
 def test_a_context_with_few_multiprocessors() -> None:
@@ -234,7 +238,7 @@ def test_a_context_with_few_multiprocessors() -> None:
 @pytest.mark.parametrize("parameters", ["input's", "float32", "mixed"])
 @pytest.mark.parametrize("other", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ["ring", *KERNELS])
 def test_forced_kernels_with_mixed_dtypes(
     force: Callable[..., None],
     kernel: str,
@@ -256,6 +260,30 @@ def test_forced_kernels_with_mixed_dtypes(
             check_backward(grad_out.to(other), x, [cols], weight, bias)
 
 
+@pytest.mark.parametrize("cluster_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+def test_the_ring_with_float32_gradients(
+    force: Callable[..., None], dtype: torch.dtype, cluster_size: int
+) -> None:
+    """In as many shapes as one dtype; and dx has the bits that float32 of such values gives in the
+    ring of one dtype, and of rows that are not aligned.
+    """
+    _skip_without_clusters("ring")
+    for weight_grads in ("columns", "fused"):
+        force(kernel="ring", weight_grads=weight_grads, cluster_size=cluster_size)
+        for rows, cols in (*SHAPES, (20_011, 41), (5003, 1000), (3001, 769), (2003, 5120)):
+            x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+            noise = random((rows, cols), torch.float32, "cuda", seed=4)
+            check_backward(grad_out.float() + noise, x, [cols], weight, bias)
+            same = check_backward(grad_out, x, [cols], weight, None)
+            wide = check_backward(_narrowed(grad_out.float()), _narrowed(x), [cols], weight, None)
+            plan = plan_here("backward", rows, cols, dtype, dy_dtype="float32", kernel="ring",
+                             cluster_size=cluster_size)  # fmt: skip
+            assert plan["kernel"] == "ring" or cols <= 32 or cols > 131_072
+            if plan["kernel"] == "ring":
+                assert wide[0].equal(same[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
 def test_forced_kernels_do_not_depend_on_the_batch(
@@ -275,6 +303,34 @@ def test_forced_kernels_do_not_depend_on_the_batch(
             assert ops.layer_norm_backward(
                 grad_out[part], x[part], [cols], *some[1:], weight, bias, 1e-5, mask
             )[0].equal(dx[part])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
+def test_rows_of_nan_spoil_no_other_row(
+    force: Callable[..., None], kernel: str, dtype: torch.dtype
+) -> None:
+    """Many rows pass through the same threads and the same shared memory."""
+    _skip_without_clusters("ring" if "elements" in kernel else kernel)
+    force(kernel=kernel)
+    for cols in (40, 257, 1000, 4099):
+        x, grad_out, weight, bias = _arguments(3001, cols, dtype)
+        _, mean, rstd = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+        mask = [True, True, True]
+        for each in (lambda t: t, _narrowed):
+            spoilt_x, spoilt_mean, spoilt_grad = x.clone(), mean.clone(), grad_out.clone()
+            spoilt_x[::5] = spoilt_mean[::5] = float("nan")
+            spoilt_grad[2::7] = float("inf")
+            whole, spoilt = (
+                ops.layer_norm_backward(
+                    each(g), each(rows), [cols], means, rstd, weight, bias, 1e-5, mask
+                )[0]
+                for rows, means, g in ((x, mean, grad_out), (spoilt_x, spoilt_mean, spoilt_grad))
+            )
+            sound = torch.ones(len(x), dtype=torch.bool, device="cuda")
+            sound[::5] = sound[2::7] = False
+            assert whole[sound].equal(spoilt[sound])
+            assert not spoilt[~sound].isfinite().any()
 
 
 def _kernel_names(function: Callable[[], Any]) -> frozenset[str]:

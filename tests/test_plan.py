@@ -12,6 +12,10 @@ from fastnorm import _C
 CHUNK_BYTES = 16
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 SMALL = ["float32", "float16", "bfloat16"]
+# A dtype of grad_out beside which rows do not stream through shared memory.
+OTHER = {
+    "float32": "bfloat16", "float16": "bfloat16", "bfloat16": "float16", "float64": "float64",
+}  # fmt: skip
 DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
 SUMMATION = (
@@ -198,7 +202,7 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
 
     def kernel(cols: int, capability: int) -> str:
         plan = _C.plan(
-            "backward", 1000, cols, dtype, one_dtype=False, compute_capability=capability
+            "backward", 1000, cols, dtype, dy_dtype=OTHER[dtype], compute_capability=capability
         )
         return plan["kernel"]
 
@@ -226,7 +230,7 @@ def test_widths_of_the_ring(dtype: str) -> None:
         assert plan(cols, aligned=False)["kernel"] == "ring"
         for capability in (80, 120):  # neither has the shared memory, nor 8.0 the barriers
             assert plan(cols, capability)["kernel"] != "ring"
-        assert plan(cols, one_dtype=False)["kernel"] != "ring"
+        assert plan(cols, dy_dtype=OTHER[dtype])["kernel"] != "ring"
         for size in (1, 2, 4, 8):
             forced = plan(cols, cluster_size=size)
             assert forced["kernel"] == "ring"
@@ -250,6 +254,25 @@ def test_widths_of_the_ring(dtype: str) -> None:
     assert plan(4 * chunk_columns(dtype))["kernel"] == plan(8)["kernel"] == "rows"
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
+    """Of any number of rows, as far as clusters go; and where they end within a chunk."""
+
+    def plan(rows: int, cols: int, **options: Any) -> dict[str, Any]:
+        return _C.plan("backward", rows, cols, dtype, dy_dtype="float32", **options)
+
+    for cols, rows in itertools.product((40, 768, 4096, 65_536, 131_072), (1, 700, 60_000)):
+        chosen = plan(rows, cols)
+        assert chosen["kernel"] == "ring"
+        one_dtype = _C.plan("backward", 60_000, cols, dtype)
+        assert all(chosen.get(field) == one_dtype.get(field) for field in SUMMATION)
+    for cols in (41, 1023, 4095, 50_257):
+        assert plan(1, cols)["kernel"] == plan(60_000, cols)["kernel"] == "ring"
+    for cols in (131_080, 262_144):
+        assert plan(700, cols)["kernel"] == plan(700, cols, cluster_size=17)["kernel"] == "split"
+    assert plan(700, 4096, kernel="few_rows")["kernel"] == "ring"
+
+
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
@@ -262,7 +285,8 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
             assert plan["chunks_per_thread"] == (4 if dtype == "float32" else 2)
             assert _C.plan("backward", rows, cols, dtype, aligned=False) == plan
         assert _C.plan("backward", 9, cols, dtype, kernel="ring")["kernel"] == "ring"
-        for problem in ({"one_dtype": False}, {"compute_capability": 80}, {"dx": False}):
+        others = [{"dy_dtype": other} for other in SMALL if other != dtype]
+        for problem in (*others, {"compute_capability": 80}, {"dx": False}):
             assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
     for cols in (1, 7, 31, 64, 4096, 131_073):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
@@ -456,7 +480,8 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
         if plan["weight_grads"] == "fused":
             assert plan["kernel"] != "split", where
             launched = plan["cluster_size"] * plan["merged"]
-            assert plan["partials"] * launched == plan["blocks"], where
+            assert plan["partials"] * launched == plan["blocks"] * plan["shares"], where
+            assert plan["shares"] == 1 or plan["cluster_size"] > 16, where
         else:
             few_teams = plan["cluster_size"] > 1 and plan["blocks"] < 32 * plan["cluster_size"]
             assert weight_grads != "fused" or plan["kernel"] == "split" or few_teams, where
@@ -466,6 +491,8 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
             assert plan["column_tiles"] * threads * chunk_columns(dtype) >= cols, where
             assert plan["partials"] <= rows, where
             assert plan["column_tiles"] * plan["partials"] <= MOST_BLOCKS, where
+            shares = plan["partials"] * plan["column_rows"]  # each added up row by row
+            assert shares >= 32 or rows <= 64 * shares**2, where
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -501,19 +528,32 @@ def test_the_partial_sums_of_many_rows_stay_few() -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_no_share_of_rows_is_so_long_that_its_sums_are_off(dtype: str) -> None:
     """Where fewer than 32 teams would add up dw and db: at most 64 rows times the square of their
-    number, even if asked for.
+    number, even if asked for; in a grid of that of their shares, while those take little memory.
     """
+
+    def is_long(rows: int, teams: int) -> bool:
+        return teams < 32 and rows > 64 * teams**2
+
     seen = set()
-    for cols, asked in itertools.product(COLS, (None, "fused")):
-        for rows in (1000, 1024, 1025, 3136, 3137, 12_544, 12_545, 1_000_000):
+    for cols, asked in itertools.product((*COLS, 1_000_000), (None, "fused")):
+        for rows in (70, 192, 1000, 1024, 1025, 3136, 3137, 12_544, 12_545, 1_000_000):
             plan = _C.plan("backward", rows, cols, dtype, weight_grads=asked)
             if plan["kernel"] not in ("ring", "elements") or plan["cluster_size"] == 1:
                 continue
             resident = _C.plan("backward", 10**6, cols, dtype)["blocks"] // plan["cluster_size"]
-            fits = resident >= 32 or rows <= 64 * resident**2
-            assert (plan["weight_grads"] == "fused") == fits, f"{rows} x {cols}: {plan}"
-            seen.add((plan["cluster_size"], fits))
-    assert {(8, True), (8, False), (16, True), (16, False), (32, True), (32, False)} <= seen
+            fused, where = plan["weight_grads"] == "fused", f"{rows} x {cols}: {plan}"
+            in_grid = plan["cluster_size"] > 16
+            needed = resident
+            while in_grid and is_long(rows, needed):
+                needed += resident
+            little = needed == resident or 8 * needed <= 0.08 * rows * SIZES[dtype]
+            many = asked or rows >= 8 * resident
+            assert fused == (many and little and not is_long(rows, needed)), where
+            assert not fused or plan["partials"] == needed, where
+            seen.add((min(plan["cluster_size"], 17), fused, plan["shares"] > 1))
+    assert {(8, True, False), (8, False, False), (16, True, False), (16, False, False)} <= seen
+    assert {(17, True, False), (17, True, True)} <= seen
+    assert (17, False, False) in seen or dtype == "float32", "70 rows by one group of blocks"
 
 
 def test_the_plan_is_a_pure_function() -> None:

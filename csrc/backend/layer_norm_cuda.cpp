@@ -108,8 +108,8 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
   } else if (args.cols > 0 && (args.dx || args.dw || args.db)) {
     run(input, [&](const cuda::DeviceProperties& device, auto launch) {
       const cuda::BackwardPlan plan = cuda::plan_backward(
-          {args.rows, args.cols, args.x_dtype, cuda::is_aligned(args), args.dx != nullptr,
-           args.dw != nullptr || args.db != nullptr, args.dy_dtype == args.x_dtype},
+          {args.rows, args.cols, args.x_dtype, args.dy_dtype, cuda::is_aligned(args),
+           args.dx != nullptr, args.dw != nullptr || args.db != nullptr},
           device, forced_plan());
       return launch(cuda::backward, args, plan);
     });

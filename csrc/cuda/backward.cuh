@@ -8,11 +8,10 @@
 // backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
 #pragma once
 
-#include "few_rows.cuh"
 #include "launch.cuh"
 #include "pieces.cuh"
 #include "reduce.cuh"
-#include "ring.cuh"
+#include "ring_parameters.cuh"
 #include "tile.cuh"
 #include "weight_grads.cuh"
 
@@ -325,32 +324,6 @@ void set_span(Parameters& p, const BackwardPlan& plan) {
   p.cluster_size = plan.cluster_size;
 }
 
-// The kernels of ring.cuh and few_rows.cuh have sources of their own.
-extern template cudaError_t launch_few_rows<float>(const FewRowsParameters<float>&,
-                                                   const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<float, true>(const RingParameters<float>&,
-                                                     const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<float, false>(const RingParameters<float>&,
-                                                      const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_few_rows<Half>(const FewRowsParameters<Half>&,
-                                                  const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<Half, true>(const RingParameters<Half>&,
-                                                    const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<Half, false>(const RingParameters<Half>&,
-                                                     const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_few_rows<BFloat16>(const FewRowsParameters<BFloat16>&,
-                                                      const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<BFloat16, true>(const RingParameters<BFloat16>&,
-                                                        const BackwardPlan&, cudaStream_t);
-extern template cudaError_t launch_ring<BFloat16, false>(const RingParameters<BFloat16>&,
-                                                         const BackwardPlan&, cudaStream_t);
-
-// The kernels of backward_elements.cuh, compiled in files of their own. `tiles`: of columns, if
-// the plan has any.
-template <class X>
-cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
-                                     const BackwardPlan& plan, cudaStream_t stream);
-
 template <class X>
 FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const BackwardPlan& plan) {
   FewRowsParameters<X> p;
@@ -378,10 +351,10 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
 }
 
 // dx from the ring, and with kFused the partial sums of dw and db.
-template <class X>
-cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
+template <class X, class DY>
+cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
                         float* db_partials, uint64_t* exchange, cudaStream_t stream) {
-  RingParameters<X> p;
+  RingParameters<X, DY> p;
   p.exchange = exchange;
   p.rows = args.rows;
   p.cols = args.cols;
@@ -389,7 +362,7 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.x = static_cast<const X*>(args.x);
   p.x_row_stride = args.x_row_stride;
   p.x_end = p.x + (args.rows - 1) * args.x_row_stride + args.cols;
-  p.dy = static_cast<const X*>(args.dy);
+  p.dy = static_cast<const DY*>(args.dy);
   p.dy_row_stride = args.dy_row_stride;
   p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;
   p.mean = static_cast<const float*>(args.mean);
@@ -408,7 +381,13 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.unit_stride = (plan.blocks - plan.column_blocks) / plan.cluster_size * p.groups;
   p.full_turns = static_cast<int>(units / p.unit_stride);
   p.last_turn = static_cast<int>(units % p.unit_stride);
-  if (plan.kernel != Kernel::kRing) {
+  p.shares = plan.shares;
+  p.share_turns = p.full_turns / plan.shares;
+  if (plan.kernel == Kernel::kRing) {
+    return plan.vectorized ? launch_ring<true>(p, plan, stream)
+                           : launch_ring<false>(p, plan, stream);
+  }
+  if constexpr (std::is_same_v<X, DY>) {
     constexpr int64_t kStep = 2 * kWarpSize;
     const int warps = p.warps * p.cluster_size;
     const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
@@ -416,9 +395,13 @@ cudaError_t launch_ring(const BackwardArgs& args, const BackwardPlan& plan, floa
     p.first_longer_warp = warps - steps % warps;
     return launch_backward_elements(p, few_rows_parameters<X>(args, plan), plan, stream);
   }
-  return plan.vectorized ? launch_ring<X, true>(p, plan, stream)
-                         : launch_ring<X, false>(p, plan, stream);
+  return cudaErrorInvalidValue;
 }
+
+// Types of x and dy whose rows stream through shared memory.
+template <class X, class DY>
+constexpr bool kRowsStream =
+    !std::is_same_v<X, double> && (std::is_same_v<X, DY> || sizeof(DY) > sizeof(X));
 
 // Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The
 // workspace holds the partial sums of dw, those of db, then the segments' sums.
@@ -440,9 +423,9 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
     if (plan.dx && (plan.kernel == Kernel::kRing || plan.kernel == Kernel::kElements ||
                     plan.kernel == Kernel::kFewElements)) {
       error = cudaErrorInvalidValue;
-      if constexpr (std::is_same_v<X, DY> && !std::is_same_v<X, double>) {
-        error = launch_ring<DY>(args, plan, dw_partials, db_partials,
-                                reinterpret_cast<uint64_t*>(segment_sums), stream);
+      if constexpr (kRowsStream<X, DY>) {
+        error = stream_rows<X, DY>(args, plan, dw_partials, db_partials,
+                                   reinterpret_cast<uint64_t*>(segment_sums), stream);
       }
     } else if (plan.dx) {
       error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {

@@ -4,12 +4,12 @@
 
 namespace fastnorm::cuda {
 
-template cudaError_t launch_few_rows<BFloat16>(const FewRowsParameters<BFloat16>&,
-                                               const BackwardPlan&, cudaStream_t);
-template cudaError_t launch_ring<BFloat16, true>(const RingParameters<BFloat16>&,
-                                                 const BackwardPlan&, cudaStream_t);
-template cudaError_t launch_ring<BFloat16, false>(const RingParameters<BFloat16>&,
-                                                  const BackwardPlan&, cudaStream_t);
+template cudaError_t launch_few_rows(const FewRowsParameters<BFloat16>&, const BackwardPlan&,
+                                     cudaStream_t);
+template cudaError_t launch_ring<true>(const RingParameters<BFloat16>&, const BackwardPlan&,
+                                       cudaStream_t);
+template cudaError_t launch_ring<false>(const RingParameters<BFloat16>&, const BackwardPlan&,
+                                        cudaStream_t);
 
 cudaError_t count_large_clusters(int& count) { return count_ring_clusters<BFloat16>(count); }
 

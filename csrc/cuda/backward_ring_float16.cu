@@ -4,11 +4,11 @@
 
 namespace fastnorm::cuda {
 
-template cudaError_t launch_few_rows<Half>(const FewRowsParameters<Half>&, const BackwardPlan&,
-                                           cudaStream_t);
-template cudaError_t launch_ring<Half, true>(const RingParameters<Half>&, const BackwardPlan&,
-                                             cudaStream_t);
-template cudaError_t launch_ring<Half, false>(const RingParameters<Half>&, const BackwardPlan&,
-                                              cudaStream_t);
+template cudaError_t launch_few_rows(const FewRowsParameters<Half>&, const BackwardPlan&,
+                                     cudaStream_t);
+template cudaError_t launch_ring<true>(const RingParameters<Half>&, const BackwardPlan&,
+                                       cudaStream_t);
+template cudaError_t launch_ring<false>(const RingParameters<Half>&, const BackwardPlan&,
+                                        cudaStream_t);
 
 }  // namespace fastnorm::cuda

@@ -4,11 +4,11 @@
 
 namespace fastnorm::cuda {
 
-template cudaError_t launch_few_rows<float>(const FewRowsParameters<float>&, const BackwardPlan&,
-                                            cudaStream_t);
-template cudaError_t launch_ring<float, true>(const RingParameters<float>&, const BackwardPlan&,
-                                              cudaStream_t);
-template cudaError_t launch_ring<float, false>(const RingParameters<float>&, const BackwardPlan&,
-                                               cudaStream_t);
+template cudaError_t launch_few_rows(const FewRowsParameters<float>&, const BackwardPlan&,
+                                     cudaStream_t);
+template cudaError_t launch_ring<true>(const RingParameters<float>&, const BackwardPlan&,
+                                       cudaStream_t);
+template cudaError_t launch_ring<false>(const RingParameters<float>&, const BackwardPlan&,
+                                        cudaStream_t);
 
 }  // namespace fastnorm::cuda

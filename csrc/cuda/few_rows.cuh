@@ -6,35 +6,12 @@
 // shared out over the blocks of a cluster, whose sums the first of them adds up.
 #pragma once
 
-#include "launch.cuh"
+#include "ring_parameters.cuh"
 #include "row_sums.cuh"
 #include "stage.cuh"
 #include "weight_grads.cuh"
 
 namespace fastnorm::cuda {
-
-template <class X>
-struct FewRowsParameters {
-  int64_t rows, cols;
-  float inverse_cols;
-  const X* x;
-  int64_t x_row_stride;
-  const X* dy;
-  int64_t dy_row_stride;
-  const float* mean;
-  const float* rstd;
-  const void* weight;
-  X* dx;
-  void* dw;  // or null
-  void* db;
-  DType weight_dtype, dw_dtype, db_dtype;
-  int lanes;              // of a row, kWarp
-  int warps;              // of a row and block, else
-  int cluster_size;       // blocks of a row
-  int slices;             // blocks of a tile of columns
-  int tile_lanes;         // chunks of a row in a tile
-  int64_t column_blocks;  // the first ones of the grid
-};
 
 // dw and db of a tile of columns: each block of the cluster adds up its slice of the rows, over its
 // threads, its warps and the blocks in turn.

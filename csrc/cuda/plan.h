@@ -68,6 +68,7 @@ constexpr int kLeastElementLanes = 8;    // of a row of kElements
 constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forward
 constexpr int kLeastElementPairs = 4;    // of columns, of a lane of kElements in the backward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
+constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 
 // Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
 // threads.
@@ -128,11 +129,13 @@ struct BackwardPlan {
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
   int merged = 1;        // kRing: blocks, a cluster, that leave one row of them together
+  int shares = 1;        // kRing: rows of them that blocks of a grid leave, each after some rows
   // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
   int64_t column_blocks = 0;
-  // kColumns: threads across a tile of columns, rows of threads, tiles; `partials` slices of rows.
+  // kColumns: threads across a tile of columns, rows of threads, tiles; in `partials` slices the
+  // blocks of a tile share the rows.
   int column_threads = 0;
   int column_rows = 0;
   int64_t column_tiles = 0;
@@ -154,10 +157,10 @@ struct BackwardProblem {
   int64_t rows = 0;
   int64_t cols = 0;
   DType x_dtype = DType::kFloat32;
+  DType dy_dtype = DType::kFloat32;
   bool aligned = true;
   bool dx = true;
   bool weight_grads = true;  // dw or db or both
-  bool one_dtype = true;     // dy has x's
 };
 
 // What a test may force; empty fields are chosen, and so is a kernel that cannot run rows of this

@@ -14,70 +14,57 @@
 #include <cooperative_groups.h>
 
 #include "async.cuh"
-#include "launch.cuh"
+#include "ring_parameters.cuh"
 #include "row_sums.cuh"
 #include "shift.cuh"
 #include "tagged.cuh"
 
 namespace fastnorm::cuda {
 
-template <class X>
-struct RingParameters {
-  int64_t rows, cols;
-  float inverse_cols;
-  const X* x;
-  const X* x_end;  // of the last row
-  int64_t x_row_stride;
-  const X* dy;
-  const X* dy_end;
-  int64_t dy_row_stride;
-  const float* mean;
-  const float* rstd;
-  const void* weight;
-  DType weight_dtype;
-  X* dx;
-  float* dw_partials;  // [partials, cols] or null
-  float* db_partials;
-  int lanes;   // of a row, kWarp
-  int warps;   // of a row and block, else
-  int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
-  // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
-  // turn all groups of the grid take one, in the last turn only so many.
-  int64_t unit_stride;
-  int full_turns, last_turn;
-  int cluster_size;    // kGrid: blocks of a row
-  uint64_t* exchange;  // kGrid: [rows at once][kGridExchanges][blocks of a row][2]
-  int merged;          // kWarp, kBlock: blocks of a cluster, which leave one row of partial sums
-  // kElements: steps of 2 * kWarpSize columns that the warps of a row have, those from
-  // first_longer_warp on one more.
-  int warp_steps, first_longer_warp;
-};
-
 constexpr int kRingWarps = kMaxRingThreads / kWarpSize;  // of a block
 constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
 // 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
 // spills in a cluster's rows took 8 % more time.)
-template <RingSpan kSpan, bool kVectorized>
-constexpr int kRingRegisters = kSpan == RingSpan::kBlock     ? (kVectorized ? 96 : 112)
+template <RingSpan kSpan, bool kVectorized, bool kWideDy>
+constexpr int kRingRegisters = kSpan == RingSpan::kBlock     ? (kVectorized ? 96
+                                                                : kWideDy   ? 128
+                                                                            : 112)
                                : kSpan == RingSpan::kCluster ? (kVectorized ? 112 : 128)
                                                              : 128;
 
 // Rows under way per group, those being summed and finished among them. More are no gain: at 16384
 // x 8192 bfloat16 4 gave .92 of an elementwise sum, 3 .91; at 8192 x 16384 both .885, 2 only .71.
-template <class X, RingSpan kSpan>
-constexpr int kRingStages =
-    kSpan == RingSpan::kWarp ? (sizeof(X) == 2 ? 3 : 2) : (sizeof(X) == 2 ? 4 : 3);
+template <class X, RingSpan kSpan, class DY = X>
+constexpr int kRingStages = sizeof(DY) > sizeof(X)     ? 3
+                            : kSpan == RingSpan::kWarp ? (sizeof(X) == 2 ? 3 : 2)
+                                                       : (sizeof(X) == 2 ? 4 : 3);
 
-// Granules of one tensor and stage of a warp. An unaligned row reaches into one more per team.
-template <class X, RingSpan kSpan, bool kVectorized>
-constexpr int kRingGranules = kWarpSize * kRingChunks<X> + (kVectorized                ? 0
-                                                            : kSpan == RingSpan::kWarp ? kWarpSize
-                                                                                       : 1);
+// Granules of a tensor of T beside rows of X, in a stage of a warp. An unaligned row reaches into
+// one more per team.
+template <class X, RingSpan kSpan, bool kVectorized, class T = X>
+constexpr int kRingGranules = kWarpSize * kRingChunks<X> * static_cast<int>(sizeof(T) / sizeof(X)) +
+                              (kVectorized                ? 0
+                               : kSpan == RingSpan::kWarp ? kWarpSize
+                                                          : 1);
 
-template <class X, RingSpan kSpan, bool kVectorized>
+template <class X, RingSpan kSpan, bool kVectorized, class DY = X>
 constexpr int kRingWarpBytes =
-    kRingStages<X, kSpan> * 2 * kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
+    kRingStages<X, kSpan, DY> * kChunkBytes *
+    (kRingGranules<X, kSpan, kVectorized> + kRingGranules<X, kSpan, kVectorized, DY>);
+
+// kCount elements of T from neighbouring granules in shared memory.
+template <class T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> load_shared_pack(unsigned place) {
+  Pack<T, kCount> pack;
+#pragma unroll
+  for (int g = 0; g < static_cast<int>(sizeof(pack)) / kChunkBytes; ++g) {
+    const Granule granule = load_shared(place + g * kChunkBytes);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pack.set_bits32(4 * g + j, granule.words[j]);
+  }
+  return pack;
+}
 
 // Starts to copy the granules in which `bytes` bytes from `source` on lie, by a team of `lanes`
 // lanes that take up to kChunks each, `step` apart in the ring, and the first lane one more. `end`:
@@ -291,6 +278,20 @@ class RingExchange<RingSpan::kWarp> {
   __device__ __forceinline__ RingExchange(Storage&, int, int, int, int) {}
 };
 
+// The first `left` of four values; all or none of them with kVectorized.
+template <bool kVectorized>
+__device__ __forceinline__ void store_some(float* target, const float4& values, int left) {
+  if constexpr (kVectorized) {
+    if (left > 0) *reinterpret_cast<float4*>(target) = values;
+  } else {
+    const float each[] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < left) target[i] = each[i];
+    }
+  }
+}
+
 // Adds up what the groups of a block have left in `staging`, rows of `width` columns (a multiple of
 // four) of dw and then as many of db, and writes a row of partial sums: columns `begin` on. The
 // blocks of a cluster that are `merged` take a part each of what all of them have.
@@ -328,30 +329,30 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
       }
     }
     float* const target = (bias ? p.db_partials : p.dw_partials) + partial * p.cols + column;
-    if constexpr (kVectorized) {
-      *reinterpret_cast<float4*>(target) = sum;
-    } else {
-      const float values[] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (column + i < p.cols) target[i] = values[i];
-      }
-    }
+    store_some<kVectorized>(target, sum, static_cast<int>(p.cols - column));
   }
   if (merges) meet();  // no block leaves while others read from it
 }
 
-template <class X, RingSpan kSpan, bool kVectorized>
-__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
-    backward_ring(const RingParameters<X> p) {
+// dy has x's dtype, or is float32 beside a 16-bit x, with two granules for a chunk of x. Those lie
+// in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
+// lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
+// registers on an H200, 146 us so.
+template <class X, class DY, RingSpan kSpan, bool kVectorized>
+__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized, (sizeof(DY) > sizeof(X))>))
+    backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
   constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr bool kShort = kSpan == RingSpan::kWarp;
-  constexpr int kStages = kRingStages<X, kSpan>;
-  constexpr unsigned kTensorBytes = kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
-  constexpr unsigned kStageBytes = 2 * kTensorBytes;
+  constexpr int kDySize = static_cast<int>(sizeof(DY));
+  constexpr int kDyParts = kDySize / kSize;  // granules of dy for a chunk of x
+  constexpr bool kWideDy = kDyParts > 1;
+  constexpr int kStages = kRingStages<X, kSpan, DY>;
+  constexpr unsigned kXBytes = kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
+  constexpr unsigned kDyBytes = kRingGranules<X, kSpan, kVectorized, DY> * kChunkBytes;
+  constexpr unsigned kStageBytes = kXBytes + kDyBytes;
   using Chunk = Pack<X, kColumns>;
   using Exchange = RingExchange<kSpan>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
@@ -383,11 +384,18 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   const int64_t first = unit * teams + team;
   const int64_t stride = p.unit_stride * teams;
 
-  const unsigned ring =
-      shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized> +
-      (kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane) * kChunkBytes;
+  const int x_granule = kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane;
+  const unsigned ring = shared_address(ring_memory) +
+                        warp * kRingWarpBytes<X, kSpan, kVectorized, DY> + x_granule * kChunkBytes;
   const unsigned ring_end = ring + kStages * kStageBytes;
   const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
+  // From there to what this lane copies of dy, and to its chunks.
+  const int dy_granule =
+      kWideDy ? team * (lanes * kChunks * kDyParts + (kVectorized ? 0 : 1)) + lane : x_granule;
+  const unsigned dy_copies = kXBytes + (dy_granule - x_granule) * kChunkBytes;
+  const unsigned dy_place = dy_copies + (kDyParts - 1) * lane * kChunkBytes;
+  const unsigned dy_copy_step = kWideDy ? lanes * kChunkBytes : chunk_step;
+  const unsigned dy_step_of_chunks = kDyParts * dy_copy_step;
   const auto next_slot = [&](unsigned slot) {
     slot += kStageBytes;
     return slot == ring_end ? ring : slot;
@@ -396,11 +404,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   // ---- copies into the ring
 
   const int64_t x_step = stride * p.x_row_stride * kSize;
-  const int64_t dy_step = stride * p.dy_row_stride * kSize;
-  // Of the team's run in the row to be copied next; with kVectorized of this lane's first chunk.
+  const int64_t dy_step = stride * p.dy_row_stride * kDySize;
+  // Of the team's run in the row to be copied next; with kVectorized of this lane's first granule.
   const int64_t lane_offset = begin + (kVectorized ? lane * kColumns : 0);
+  const int64_t dy_lane_offset = begin + (kVectorized ? lane * kColumns / kDyParts : 0);
   const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + lane_offset);
-  const char* dy = reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + lane_offset);
+  const char* dy = reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + dy_lane_offset);
   const unsigned x_offset_step = static_cast<unsigned>(x_step);
   const unsigned dy_offset_step = static_cast<unsigned>(dy_step);
   unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
@@ -413,9 +422,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       if (kShort && copied_row >= p.rows) {
 #pragma unroll
         for (int k = 0; k < kChunks + (kVectorized ? 0 : 1); ++k) {
-          if (k < kChunks || lane == 0) {
-            store_shared(slot + k * chunk_step, Granule());
-            store_shared(slot + kTensorBytes + k * chunk_step, Granule());
+          if (k < kChunks || lane == 0) store_shared(slot + k * chunk_step, Granule());
+        }
+#pragma unroll
+        for (int k = 0; k < kChunks * kDyParts + (kVectorized ? 0 : 1); ++k) {
+          if (k < kChunks * kDyParts || lane == 0) {
+            store_shared(slot + dy_copies + k * dy_copy_step, Granule());
           }
         }
       } else if constexpr (kVectorized) {
@@ -424,16 +436,17 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           if (left_of(k) > 0) copy_async(slot + k * chunk_step, x + k * lanes * kChunkBytes);
         }
 #pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          if (left_of(k) > 0) {
-            copy_async(slot + kTensorBytes + k * chunk_step, dy + k * lanes * kChunkBytes);
+        for (int k = 0; k < kChunks * kDyParts; ++k) {
+          const bool exists =
+              kWideDy ? (lane + k * lanes) * kColumns < run * kDyParts : left_of(k) > 0;
+          if (exists) {
+            copy_async(slot + dy_copies + k * dy_copy_step, dy + k * lanes * kChunkBytes);
           }
         }
       } else {
-        const int bytes = run * kSize;
-        copy_granules<kSize, kChunks>(slot, chunk_step, x, p.x_end, bytes, lane, lanes);
-        copy_granules<kSize, kChunks>(slot + kTensorBytes, chunk_step, dy, p.dy_end, bytes, lane,
-                                      lanes);
+        copy_granules<kSize, kChunks>(slot, chunk_step, x, p.x_end, run * kSize, lane, lanes);
+        copy_granules<kDySize, kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy, p.dy_end,
+                                                   run * kDySize, lane, lanes);
       }
       x += x_step;
       dy += dy_step;
@@ -484,54 +497,97 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (left_of(k) <= 0) {
-        for (int t = 0; t < 2 * kStages; ++t) {
-          store_shared(ring + t * kTensorBytes + k * chunk_step, Granule());
+        for (int s = 0; s < kStages; ++s) {
+          const unsigned stage = ring + s * kStageBytes;
+          store_shared(stage + k * chunk_step, Granule());
+#pragma unroll
+          for (int g = 0; g < kDyParts; ++g) {
+            store_shared(stage + dy_place + k * dy_step_of_chunks + g * kChunkBytes, Granule());
+          }
         }
       }
     }
   }
   const RingWeight<X> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
   float dw[kChunks][kColumns] = {}, db[kChunks][kColumns] = {};
+  // kGrid: leaves a row of partial sums, and begins another.
+  [[maybe_unused]] int shares_left = p.dw_partials != nullptr ? p.shares : 0;
+  [[maybe_unused]] int share_turns = p.share_turns;  // until then
+  [[maybe_unused]] const auto leave_share = [&] {
+    const int64_t partial = (blockIdx.x / cluster_size + 1) * p.shares - shares_left;
+    const auto leave = [&](float (&values)[kChunks][kColumns], float* target) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const int place = (lane + k * lanes) * kColumns;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) {
+          float4 four =
+              make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
+          store_some<kVectorized>(target + partial * p.cols + begin + place + i, four,
+                                  run - place - i);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) values[k][i + j] = 0;
+        }
+      }
+    };
+    leave(dw, p.dw_partials);
+    leave(db, p.db_partials);
+    --shares_left;
+    share_turns = p.share_turns;
+  };
   let_next_kernel_start();
 
   // ---- a row
 
-  // Shifts the chunks of an unaligned run into place.
+  // Shifts the chunks of an unaligned run of a tensor of T into place.
   const bool cut = left_of(kChunks - 1) < kColumns;
-  const auto align_run = [&](unsigned slot, unsigned low) {
+  const auto align_run = [&](auto type, unsigned first_chunk, unsigned step, unsigned low) {
+    using T = typename decltype(type)::type;
+    constexpr int kParts = static_cast<int>(sizeof(T)) / kSize;
+    constexpr int kPart = kColumns / kParts;  // columns of a granule
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const unsigned place = slot + k * chunk_step;
-      Granule chunk = load_shared(place);
-      const Granule beyond = load_shared(place + kChunkBytes);
+      const unsigned place = first_chunk + k * step;
+      Granule granules[kParts + 1];
+#pragma unroll
+      for (int g = 0; g <= kParts; ++g) granules[g] = load_shared(place + g * kChunkBytes);
       __syncwarp();  // the lane before has read this one's
       with_offset(low % kChunkBytes, [&](auto word, int bits) {
-        chunk = shift<decltype(word)::value>(chunk, beyond, bits);
+#pragma unroll
+        for (int g = 0; g < kParts; ++g) {
+          granules[g] = shift<decltype(word)::value>(granules[g], granules[g + 1], bits);
+        }
       });
-      if (cut) {
-        Chunk whole = to_pack<X, kColumns>(chunk);
-        whole.truncate(left_of(k));
-        chunk = to_granule(whole);
+#pragma unroll
+      for (int g = 0; g < kParts; ++g) {
+        if (cut) {
+          Pack<T, kPart> whole = to_pack<T, kPart>(granules[g]);
+          whole.truncate(left_of(k) - g * kPart);
+          granules[g] = to_granule(whole);
+        }
+        store_shared(place + g * kChunkBytes, granules[g]);
       }
-      store_shared(place, chunk);
     }
   };
 
-  const auto load_chunk = [&](unsigned slot, int k) {
-    return to_pack<X, kColumns>(load_shared(slot + k * chunk_step));
+  const auto load_x = [&](unsigned slot, int k) {
+    return load_shared_pack<X, kColumns>(slot + k * chunk_step);
+  };
+  const auto load_dy = [&](unsigned slot, int k) {
+    return load_shared_pack<DY, kColumns>(slot + dy_place + k * dy_step_of_chunks);
   };
 
   // The sums of (x - mean) * dy * weight and of dy * weight over this thread's columns.
   const auto sum_row = [&](unsigned slot, float mean) {
+    if constexpr (kWideDy || !kVectorized) __syncwarp();  // the lanes' copies have arrived
     if constexpr (!kVectorized) {
-      __syncwarp();  // the lanes' copies have arrived
-      align_run(slot, x_low);
-      align_run(slot + kTensorBytes, dy_low);
+      align_run(Type<X>(), slot, chunk_step, x_low);
+      align_run(Type<DY>(), slot + dy_place, dy_step_of_chunks, dy_low);
       x_low += x_offset_step;
       dy_low += dy_offset_step;
     }
-    return sum_chunks<X>([&](int k) { return load_chunk(slot, k); },
-                         [&](int k) { return load_chunk(slot + kTensorBytes, k); }, weight, mean);
+    return sum_chunks<X>([&](int k) { return load_x(slot, k); },
+                         [&](int k) { return load_dy(slot, k); }, weight, mean);
   };
 
   int64_t row = first;
@@ -542,7 +598,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     const bool active = !kShort || row < p.rows;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const Chunk x = load_chunk(slot, k), dy = load_chunk(slot + kTensorBytes, k);
+      const Chunk x = load_x(slot, k);
+      const Pack<DY, kColumns> dy = load_dy(slot, k);
       Chunk out;
 #pragma unroll
       for (int i = 0; i < kColumns; i += 2) {
@@ -599,8 +656,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           if (tail >= 0 && tail + e * kSize < bytes) store(tail + e * kSize);
         }
       }
-      __syncwarp();  // before the slot is filled again
     }
+    if constexpr (kWideDy || !kVectorized) __syncwarp();  // before the slot is filled again
     dx += dx_step;
     row += stride;
   };
@@ -663,6 +720,9 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
       finish_row(slot, mean, rstd, sums);
       copy_row(slot);
+      if constexpr (kGrid) {
+        if (--share_turns == 0 && shares_left > 1) leave_share();
+      }
       slot = next;
       mean = next_mean;
       rstd = next_rstd;
@@ -676,6 +736,10 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     cluster_wait();
   }
   if (p.dw_partials == nullptr) return;
+  if constexpr (kGrid) {
+    leave_share();
+    return;
+  }
 
   // ---- one row of partial sums per cluster
 
@@ -710,7 +774,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
     }
   };
-  const bool merges = !kGrid && kSpan != RingSpan::kCluster && p.merged > 1;
+  const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
   __syncthreads();
   if (team == 0) {
     stage(dw, staging + group * width);
@@ -722,7 +786,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
 // How many clusters of kLargeClusterSize of the ring's largest blocks run side by side.
 template <class X>
 cudaError_t count_ring_clusters(int& count) {
-  const auto kernel = backward_ring<X, RingSpan::kCluster, true>;
+  const auto kernel = backward_ring<X, X, RingSpan::kCluster, true>;
   constexpr int kBytes = kRingRowWarps * kRingWarpBytes<X, RingSpan::kCluster, true>;
   std::atomic<uint64_t> prepared{0};
   const cudaError_t error =
@@ -746,16 +810,13 @@ cudaError_t count_ring_clusters(int& count) {
   return cudaSuccess;
 }
 
-// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
-// By one instantiation for all: they take the same registers and shared memory.
-cudaError_t count_large_clusters(int& count);
-
-template <class X, bool kVectorized>
-cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cudaStream_t stream) {
+template <bool kVectorized, class X, class DY>
+cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
+                        cudaStream_t stream) {
   const auto launch_span = [&](auto span) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    const auto kernel = backward_ring<X, kSpan, kVectorized>;
-    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized>;
+    const auto kernel = backward_ring<X, DY, kSpan, kVectorized>;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, DY>;
     constexpr int kMostWarps =
         kSpan == RingSpan::kBlock && kVectorized && sizeof(X) == 2 ? kRingWarps : kRingRowWarps;
     const int threads = plan.threads_per_row * plan.rows_per_block;
@@ -774,7 +835,11 @@ cudaError_t launch_ring(const RingParameters<X>& p, const BackwardPlan& plan, cu
     }
   };
   if (plan.cluster_size > kLargeClusterSize) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>());
+    if constexpr (std::is_same_v<X, DY>) {
+      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>());
+    } else {
+      return cudaErrorInvalidValue;
+    }
   }
   if (plan.cluster_size > 1) {
     return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());

@@ -78,7 +78,8 @@ __device__ __forceinline__ Sums<float> sum_chunks(const ChunkOfX& x_chunk,
   Sums<float> sums;
 #pragma unroll
   for (int k = 0; k < kRingChunks<X>; ++k) {
-    const auto x = x_chunk(k), dy = dy_chunk(k);
+    const auto x = x_chunk(k);
+    const auto dy = dy_chunk(k);
     Sums<float> chunk;
 #pragma unroll
     for (int i = 0; i < kChunkColumns<X>; ++i) {

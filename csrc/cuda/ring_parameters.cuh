@@ -1,0 +1,86 @@
+// What the backward's kernels that stream rows, or take few of them one by one, are launched with.
+// They are compiled in files of their own.
+#pragma once
+
+#include "launch.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X, class DY = X>
+struct RingParameters {
+  int64_t rows, cols;
+  float inverse_cols;
+  const X* x;
+  const X* x_end;  // of the last row
+  int64_t x_row_stride;
+  const DY* dy;
+  const DY* dy_end;
+  int64_t dy_row_stride;
+  const float* mean;
+  const float* rstd;
+  const void* weight;
+  DType weight_dtype;
+  X* dx;
+  float* dw_partials;  // [partials, cols] or null
+  float* db_partials;
+  int lanes;   // of a row, kWarp
+  int warps;   // of a row and block, else
+  int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
+  // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
+  // turn all groups of the grid take one, in the last turn only so many.
+  int64_t unit_stride;
+  int full_turns, last_turn;
+  int cluster_size;    // kGrid: blocks of a row
+  uint64_t* exchange;  // kGrid: [rows at once][kGridExchanges][blocks of a row][2]
+  int merged;          // kWarp, kBlock: blocks of a cluster, which leave one row of partial sums
+  // kElements: steps of 2 * kWarpSize columns that the warps of a row have, those from
+  // first_longer_warp on one more.
+  int warp_steps, first_longer_warp;
+  // kGrid: rows of partial sums that a group of blocks leaves, one after so many turns.
+  int shares, share_turns;
+};
+
+template <class X>
+struct FewRowsParameters {
+  int64_t rows, cols;
+  float inverse_cols;
+  const X* x;
+  int64_t x_row_stride;
+  const X* dy;
+  int64_t dy_row_stride;
+  const float* mean;
+  const float* rstd;
+  const void* weight;
+  X* dx;
+  void* dw;  // or null
+  void* db;
+  DType weight_dtype, dw_dtype, db_dtype;
+  int lanes;              // of a row, kWarp
+  int warps;              // of a row and block, else
+  int cluster_size;       // blocks of a row
+  int slices;             // blocks of a tile of columns
+  int tile_lanes;         // chunks of a row in a tile
+  int64_t column_blocks;  // the first ones of the grid
+};
+
+// Of ring.cuh: rows that stream through shared memory.
+template <bool kVectorized, class X, class DY>
+cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
+                        cudaStream_t stream);
+
+// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
+// By one instantiation for all: of none does a multiprocessor hold two such blocks.
+cudaError_t count_large_clusters(int& count);
+
+// Of few_rows.cuh: few of them.
+template <class X>
+cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& plan,
+                            cudaStream_t stream);
+
+// Of backward_elements.cuh: many and few that end within a chunk. `tiles`: of columns, if the plan
+// has any.
+template <class X>
+cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
+                                     const BackwardPlan& plan, cudaStream_t stream);
+
+}  // namespace fastnorm::cuda
