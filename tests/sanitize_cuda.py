@@ -14,8 +14,11 @@ tool without one report and every kernel was seen (with --matching, those of its
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -38,9 +41,18 @@ TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")  # the last takes lo
 DEVICES = torch.cuda.device_count()
 # A process needs ten seconds to start, but under racecheck calls of the same cost take from one to
 # twenty.
-SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 180}
-# Of six calls at a time each took 3 s, and 1.6 s where racecheck does not analyse what it finds.
-OPTIONS = {"racecheck": ("--racecheck-report", "hazard")}
+SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120}
+OPTIONS = {
+    # Of a block; the ring has 80. With 65536 synccheck took seven times as long.
+    "synccheck": ("--num-cuda-barriers", "128"),
+    # Of six calls at a time each took 3 s, and 1.6 s where racecheck does not analyse what it
+    # finds. Its workers run on the CPU, as many as there are cores: one for each of many processes.
+    "racecheck": (
+        "--num-cuda-barriers", "128", "--racecheck-report", "hazard",
+        "--racecheck-num-workers", "1",
+    ),
+}  # fmt: skip
+SLOW = 11.0  # calls of a higher cost, half a second, run once for each instantiation: see the top
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
 # --- what runs under a tool -----------------------------------------------------------------------
@@ -66,23 +78,28 @@ def run_planted(tool: str) -> None:
     torch.cuda.synchronize()
 
 
-def shares(number: int, matching: str) -> list[list[variants.Call]]:
-    """The calls, those of the same kernels together, in shares of about the same cost."""
-    calls = sorted(
-        (c for c in variants.calls(variants.Device.current()) if re.search(matching, str(c))),
+def calls_of(tool: str | None, matching: str) -> list[variants.Call]:
+    """Those of the same kernels together."""
+    device = variants.Device.current()
+    calls = list(variants.calls(device))
+    if tool == "racecheck":
+        calls = variants.once_where_slow(calls, device, SLOW)
+    return sorted(
+        (call for call in calls if re.search(matching, str(call))),
         key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
     )
-    total = sum(call.cost for call in calls)
-    result: list[list[variants.Call]] = [[] for _ in range(number)]
-    so_far = 0.0
-    for call in calls:
-        result[min(number - 1, int(so_far / total * number))].append(call)
-        so_far += call.cost
-    return result
 
 
-def run_share(index: int, number: int, matching: str, deadline: float, output: Path) -> None:
-    calls = shares(number, matching)[index]
+def share_of(tool: str, calls: list[variants.Call], i: int, number: int) -> list[variants.Call]:
+    """One of `number` shares that take about as long as each other."""
+    costs = [call.cost if tool == "racecheck" else 1.0 for call in calls]
+    total = sum(costs)
+    before = itertools.accumulate(costs, initial=0.0)
+    return [call for call, b in zip(calls, before) if i == min(number - 1, int(number * b / total))]
+
+
+def run_share(share: Path, deadline: float, output: Path) -> None:
+    calls = pickle.loads(share.read_bytes())
     ran, wrong = 0, []
     for call in calls:
         if time.time() > deadline:
@@ -127,7 +144,7 @@ def compiled_kernels() -> set[str] | None:
 def seen_kernels(matching: str, output: Path) -> None:
     """Runs all calls under the profiler and writes the names of the kernels of this library."""
     seen: set[str] = set()
-    (calls,) = shares(1, matching)
+    calls = calls_of(None, matching)
     for begin in range(0, len(calls), 500):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for call in calls[begin : begin + 500]:
@@ -153,8 +170,6 @@ def start(tool: str | None, words: list[str], folder: Path, name: str, device: i
     if tool is not None:
         command = [
             "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
-            # Of a block; the ring has 80. With 65536 synccheck took seven times as long.
-            "--num-cuda-barriers", "128",
             *OPTIONS.get(tool, ()), *command,
         ]  # fmt: skip
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(DEVICES)))).split(",")
@@ -209,15 +224,21 @@ def check_tool(
 ) -> dict[str, Any]:
     """In more shares than processes, for no cost of a call fits all tools."""
     begin = time.time()
-    number = min(SHARES[tool], max(1, len(shares(1, matching)[0]) // 4))
-    words = ["--shares", str(number), "--deadline", str(until - 30), "--matching", matching]
-    earlier = earlier or {"finished": [], "seconds": 0}
+    calls = calls_of(tool, matching)
+    number = min(SHARES[tool], max(1, len(calls) // 4))
+    listed = hashlib.sha256(repr((number, OPTIONS.get(tool), calls)).encode()).hexdigest()[:16]
+    if earlier.get("listed") != listed:
+        earlier = {"finished": [], "seconds": 0}
     result: dict[str, Any] = {
-        "shares": number, "finished": list(earlier["finished"]), "reports": 0, "not_finite": [],
+        "listed": listed, "shares": number, "finished": list(earlier["finished"]), "reports": 0,
+        "not_finite": [],
     }  # fmt: skip
 
     def run(i: int) -> tuple[int, Job, int]:
-        job = start(tool, ["--share", str(i), *words], folder, f"{tool}_{i}", i)
+        share = folder / f"{tool}_{i}.calls"  # to list them takes ten seconds
+        share.write_bytes(pickle.dumps(share_of(tool, calls, i, number)))
+        words = ["--share", str(share), "--deadline", str(until - 30)]
+        job = start(tool, words, folder, f"{tool}_{i}", i)
         return i, job, wait(job, until)
 
     with ThreadPoolExecutor(processes) as pool:
@@ -233,8 +254,8 @@ def check_tool(
                 end = "out of time" if not found and code <= 0 else f"exit code {code}"
                 print(f"---- {job.log.name}, {end}\n{log[:3000]}", flush=True)
     result["finished"].sort()
-    calls = [len(share) for share in shares(number, matching)]
-    result["calls"], result["ran"] = sum(calls), sum(calls[i] for i in result["finished"])
+    ran = sum(len(share_of(tool, calls, i, number)) for i in result["finished"])
+    result["calls"], result["ran"] = len(calls), ran
     result["seconds"] = earlier["seconds"] + round(time.time() - begin)
     return result
 
@@ -258,8 +279,7 @@ def main() -> int:
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--matching", default="", help="of the calls those that this finds")
     parser.add_argument("--report", default="sanitizer_cuda.json", help="in tests/reports")
-    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--shares", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--planted", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--seen", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
@@ -272,10 +292,7 @@ def main() -> int:
         seen_kernels(arguments.matching, arguments.output)
         return 0
     if arguments.share is not None:
-        run_share(
-            arguments.share, arguments.shares, arguments.matching, arguments.deadline,
-            arguments.output,
-        )  # fmt: skip
+        run_share(arguments.share, arguments.deadline, arguments.output)
         return 0
 
     if shutil.which("compute-sanitizer") is None:
@@ -283,7 +300,7 @@ def main() -> int:
         return 2
     head = report.head("python tests/sanitize_cuda.py", "cuda")
     head["matching"] = arguments.matching
-    head["sources"] = report.sources("csrc", "tests/sanitize_cuda.py", "tests/variants.py")
+    head["sources"] = report.sources("csrc")
     version = subprocess.run(
         ["compute-sanitizer", "--version"], capture_output=True, text=True, check=False
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -23,14 +24,21 @@ FAILURES = 1000
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """Leaves PyTorch 64 MB beyond what it holds."""
+    """Leaves PyTorch 64 MB beyond what it holds, and nothing free of that."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    fillers = []  # of memory between what earlier tests have left
+    for size in (1 << power for power in range(30, 19, -1)):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            while True:
+                fillers.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     limit = torch.cuda.memory_reserved() + (64 << 20)
     torch.cuda.set_per_process_memory_fraction(limit / total)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
+    del fillers
     torch.cuda.empty_cache()
 
 

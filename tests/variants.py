@@ -128,6 +128,16 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
     )
 
 
+def _code(plan: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What tells one instantiation from another: threads and clusters of another number are the
+    same code.
+    """
+    kernel, cluster_size, chunks, threads, *rest = plan
+    in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
+    size = threads if in_warp else (threads > 32) + (threads > 384)
+    return (kernel, cluster_size > 1, cluster_size == GRID, chunks, size, *rest)
+
+
 def _fits(plan: tuple[Any, ...], request: dict[str, Any]) -> bool:
     return all(
         request.get(name, plan[index]) == plan[index]
@@ -191,11 +201,7 @@ def _widths(
                 ends |= {(count + more) * per_chunk - less for more in (0, 1)}
         for end in sorted(ends):
             if end > 0 and _fits(plan(end), request):
-                # Threads and clusters of another number are the same code.
-                kernel, cluster_size, chunks, threads, *rest = plan(end)
-                in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
-                size = threads if in_warp else (threads > 32) + (threads > 384)
-                code = (kernel, cluster_size > 1, cluster_size == GRID, chunks, size, *rest)
+                code = _code(plan(end))
                 found[end] = found.get(end, False) or code not in seen
                 seen.add(code)
             for cols in (end - 1, end + 1):
@@ -251,6 +257,29 @@ def calls(device: Device) -> Iterator[Call]:
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
+
+
+def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call]:
+    """Of those that cost more than `slow`, the cheapest of each instantiation, aligned or not."""
+    cheapest: dict[tuple[Any, ...], Call] = {}
+    for call in calls:
+        if call.cost > slow:
+            parameters = call.parameters or call.dtype
+            plan = _plan(
+                call.direction, call.rows, call.cols,
+                {
+                    "dtype": name_of(call.dtype), "aligned": call.aligned,
+                    "sm_count": device.sm_count, "compute_capability": device.compute_capability,
+                    **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
+                    **dict(call.request),
+                },
+            )  # fmt: skip
+            dtypes = (call.dtype, call.other, call.parameters)
+            key = (call.direction, dtypes, call.aligned, call.mask, _code(plan))
+            if key not in cheapest or call.cost < cheapest[key].cost:
+                cheapest[key] = call
+    kept = set(cheapest.values())
+    return [call for call in calls if call.cost <= slow or call in kept]
 
 
 def _on_device(t: Tensor, aligned: bool) -> Tensor:
