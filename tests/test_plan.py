@@ -313,6 +313,13 @@ def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
         plan = _C.plan("backward", rows, cols, dtype)
         assert plan["weight_grads"] == "fused"
         assert plan["workspace_bytes"] <= (0.02 if plan["cluster_size"] == 1 else 0.08) * 2**27
+    for cols, times in itertools.product(
+        (65_544, 131_080, 262_144, 300_001, 524_288, 1_000_000, 1_081_344), (1, 1.05, 1.5, 2, 5, 40)
+    ):
+        rows = int(2**27 * times) // (cols * SIZES[dtype])
+        plan = _C.plan("backward", rows, cols, dtype)
+        most = 0.08 * rows * cols * SIZES[dtype] + 64 * plan["blocks"]  # words to exchange
+        assert plan["workspace_bytes"] <= most, f"{rows} x {cols}: {plan}"
 
 
 @pytest.mark.parametrize("dtype", SMALL)
