@@ -21,6 +21,7 @@ from fastnorm import _C
 
 Request = tuple[tuple[str, Any], ...]
 
+DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}  # float16 has bfloat16's plans
 GRID = 17  # blocks of a grid that runs as a whole; more are the same code
 # Its blocks hold so few rows at once that they leave several partial sums of hundreds of rows.
 SHARES = {"kernel": "ring", "cluster_size": 60, "weight_grads": "fused"}
@@ -178,7 +179,7 @@ def _widths(
     request = dict(items)
     per_chunk = 16 // bytes_of_x
     call: dict[str, Any] = {
-        "dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[bytes_of_x],
+        "dtype": DTYPE_OF_BYTES[bytes_of_x],
         "sm_count": device.sm_count,
         "compute_capability": device.compute_capability,
         **dict(dtypes),
@@ -268,7 +269,7 @@ def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call
             plan = _plan(
                 call.direction, call.rows, call.cols,
                 {
-                    "dtype": name_of(call.dtype), "aligned": call.aligned,
+                    "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
                     "sm_count": device.sm_count, "compute_capability": device.compute_capability,
                     **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
                     **dict(call.request),
