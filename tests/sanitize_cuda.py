@@ -37,11 +37,14 @@ import variants
 
 from fastnorm import _C
 
-TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")  # the last takes longer than the others
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+# Each a list of calls under one tool. Racecheck takes longer than the others: see calls_of.
+ONE_ROW = "racecheck of one row"
+RUNS = {**{tool: tool for tool in TOOLS}, ONE_ROW: "racecheck"}
 DEVICES = torch.cuda.device_count()
 # A process needs ten seconds to start, but under racecheck calls of the same cost take from one to
 # twenty.
-SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120}
+SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120, ONE_ROW: 120}
 OPTIONS = {
     # Of a block; the ring has 80. With 65536 synccheck took seven times as long.
     "synccheck": ("--num-cuda-barriers", "128"),
@@ -52,7 +55,7 @@ OPTIONS = {
         "--racecheck-num-workers", "1",
     ),
 }  # fmt: skip
-SLOW = 11.0  # calls of a higher cost, half a second, run once for each instantiation: see the top
+SLOW = 11.0  # calls of a higher cost, half a second, run once for each instantiation
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
 # --- what runs under a tool -----------------------------------------------------------------------
@@ -78,21 +81,24 @@ def run_planted(tool: str) -> None:
     torch.cuda.synchronize()
 
 
-def calls_of(tool: str, matching: str) -> list[variants.Call]:
-    """Those of the same kernels together."""
+def calls_of(run: str, matching: str) -> list[variants.Call]:
+    """Those of the same kernels together. Racecheck has slow ones once for each instantiation, and
+    one row of each width that this leaves out.
+    """
     device = variants.Device.current()
     calls = list(variants.calls(device))
-    if tool == "racecheck":
-        calls = variants.once_where_slow(calls, device, SLOW)
+    if RUNS[run] == "racecheck":
+        kept = variants.once_where_slow(calls, device, SLOW)
+        calls = variants.widths_left_out(calls, kept) if run == ONE_ROW else kept
     return sorted(
         (call for call in calls if re.search(matching, str(call))),
         key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
     )
 
 
-def share_of(tool: str, calls: list[variants.Call], i: int, number: int) -> list[variants.Call]:
+def share_of(run: str, calls: list[variants.Call], i: int, number: int) -> list[variants.Call]:
     """One of `number` shares that take about as long as each other."""
-    costs = [call.cost if tool == "racecheck" else 1.0 for call in calls]
+    costs = [call.cost if RUNS[run] == "racecheck" else 1.0 for call in calls]
     total = sum(costs)
     before = itertools.accumulate(costs, initial=0.0)
     return [call for call, b in zip(calls, before) if i == min(number - 1, int(number * b / total))]
@@ -214,8 +220,8 @@ def check_planted(folder: Path, until: float) -> dict[str, Any]:
     return results
 
 
-def check_tool(
-    tool: str,
+def check_run(
+    run: str,
     matching: str,
     processes: int,
     folder: Path,
@@ -224,18 +230,19 @@ def check_tool(
 ) -> dict[str, Any]:
     """In more shares than processes, for no cost of a call fits all tools."""
     begin = time.time()
-    calls = calls_of(tool, matching)
-    number = min(SHARES[tool], max(1, len(calls) // 4))
+    tool = RUNS[run]
+    calls = calls_of(run, matching)
+    number = min(SHARES[run], max(1, len(calls) // 4))
     listed = hashlib.sha256(repr((number, OPTIONS.get(tool), calls)).encode()).hexdigest()[:16]
     if earlier.get("listed") != listed:
         earlier = {"ran_of_shares": [0] * number, "seconds": 0}
     ran = list(earlier["ran_of_shares"])
-    shares = [share_of(tool, calls, i, number) for i in range(number)]
+    shares = [share_of(run, calls, i, number) for i in range(number)]
     result: dict[str, Any] = {
         "listed": listed, "calls": len(calls), "ran_of_shares": ran, "reports": 0, "not_finite": [],
     }  # fmt: skip
 
-    def run(i: int) -> tuple[int, Job, int]:
+    def finish(i: int) -> tuple[int, Job, int]:
         share = folder / f"{tool}_{i}.calls"  # to list them takes ten seconds
         share.write_bytes(pickle.dumps(shares[i][ran[i] :]))
         words = ["--share", str(share), "--deadline", str(until - 30)]
@@ -243,7 +250,7 @@ def check_tool(
         return i, job, wait(job, until)
 
     with ThreadPoolExecutor(processes) as pool:
-        for i, job, code in pool.map(run, [i for i in range(number) if ran[i] < len(shares[i])]):
+        for i, job, code in pool.map(finish, [i for i in range(number) if ran[i] < len(shares[i])]):
             log = job.log.read_text(errors="replace")
             found = reports_in(log)
             done = json.loads(job.output.read_text()) if job.output.exists() else {}
@@ -277,7 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--matching", default="", help="of the calls those that this finds")
     parser.add_argument("--report", default="sanitizer_cuda.json", help="in tests/reports")
     parser.add_argument("--share", type=Path, help=argparse.SUPPRESS)
@@ -318,12 +325,12 @@ def main() -> int:
             else start(None, ["--seen", "--matching", arguments.matching], folder, "seen")
         )
         planted = check_planted(folder, time.time() + arguments.seconds / 5)
-        for tool in arguments.tools:
-            earlier = results.get(tool, {})
-            results[tool] = check_tool(
-                tool, arguments.matching, arguments.processes, folder, end, earlier
+        for run in arguments.runs:
+            earlier = results.get(run, {})
+            results[run] = check_run(
+                run, arguments.matching, arguments.processes, folder, end, earlier
             )
-            # After each tool, so that what it found is not lost if the next one's time runs out.
+            # After each of them, so that what it found is not lost if the next one's time runs out.
             content = {**head, "planted": planted, "tools": results, "kernels": covered}
             report.write(arguments.report, content)
         if watching is not None:
@@ -331,11 +338,11 @@ def main() -> int:
             report.write(arguments.report, content)
     passed = all(p["found"] for p in planted.values())
     passed &= covered["missing"] == [] or arguments.matching != ""
-    passed &= set(results) == set(TOOLS)
-    print(f"\n{'tool':12} {'calls':>7} {'ran':>7} {'reports':>8} {'seconds':>8}")
-    for tool, result in results.items():
+    passed &= set(results) == set(RUNS)
+    print(f"\n{'tool':20} {'calls':>7} {'ran':>7} {'reports':>8} {'seconds':>8}")
+    for run, result in results.items():
         print(
-            f"{tool:12} {result['calls']:7} {result['ran']:7} {result['reports']:8} "
+            f"{run:20} {result['calls']:7} {result['ran']:7} {result['reports']:8} "
             f"{result['seconds']:8}"
         )
         passed &= result["calls"] == result["ran"] > 0 and result["reports"] == 0

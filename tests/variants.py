@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -281,6 +281,23 @@ def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call
                 cheapest[key] = call
     kept = set(cheapest.values())
     return [call for call in calls if call.cost <= slow or call in kept]
+
+
+def widths_left_out(calls: list[Call], kept: list[Call]) -> list[Call]:
+    """A row of each width that has no call left in `kept`: for either direction, each size of x
+    and each request; from an aligned address if it has whole chunks.
+    """
+
+    def key(call: Call) -> tuple[Any, ...]:
+        return call.direction, call.dtype.itemsize, call.cols, call.request
+
+    missing = {key(call): call for call in reversed(calls)}
+    for call in kept:
+        missing.pop(key(call), None)
+    return [
+        replace(call, rows=1, aligned=call.cols * call.dtype.itemsize % 16 == 0)
+        for call in missing.values()
+    ]
 
 
 def _on_device(t: Tensor, aligned: bool) -> Tensor:
