@@ -55,6 +55,7 @@ OPTIONS = {
         "--racecheck-num-workers", "1",
     ),
 }  # fmt: skip
+LAST = 60  # seconds that a call may take which is the last before time runs out
 SLOW = 11.0  # calls of a higher cost, half a second, run once for each instantiation
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
@@ -242,15 +243,18 @@ def check_run(
         "listed": listed, "calls": len(calls), "ran_of_shares": ran, "reports": 0, "not_finite": [],
     }  # fmt: skip
 
-    def finish(i: int) -> tuple[int, Job, int]:
+    def finish(i: int) -> tuple[int, Job, int] | None:
+        if time.time() > until - LAST:
+            return None
         share = folder / f"{tool}_{i}.calls"  # to list them takes ten seconds
         share.write_bytes(pickle.dumps(shares[i][ran[i] :]))
-        words = ["--share", str(share), "--deadline", str(until - 30)]
+        words = ["--share", str(share), "--deadline", str(until - LAST)]
         job = start(tool, words, folder, f"{tool}_{i}", i)
         return i, job, wait(job, until)
 
     with ThreadPoolExecutor(processes) as pool:
-        for i, job, code in pool.map(finish, [i for i in range(number) if ran[i] < len(shares[i])]):
+        unfinished = [i for i in range(number) if ran[i] < len(shares[i])]
+        for i, job, code in filter(None, pool.map(finish, unfinished)):
             log = job.log.read_text(errors="replace")
             found = reports_in(log)
             done = json.loads(job.output.read_text()) if job.output.exists() else {}

@@ -284,14 +284,17 @@ def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call
 
 
 def widths_left_out(calls: list[Call], kept: list[Call]) -> list[Call]:
-    """A row of each width that has no call left in `kept`: for either direction, each size of x
-    and each request; from an aligned address if it has whole chunks.
+    """A row of each width that has no call left in `kept`, for either direction and each size of
+    x: from an aligned address if it has whole chunks, and not element by element, where racecheck
+    takes longest, if another kernel has a call of that width.
     """
 
     def key(call: Call) -> tuple[Any, ...]:
-        return call.direction, call.dtype.itemsize, call.cols, call.request
+        return call.direction, call.dtype.itemsize, call.cols
 
-    missing = {key(call): call for call in reversed(calls)}
+    missing: dict[tuple[Any, ...], Call] = {}
+    for call in sorted(calls, key=lambda call: "elements" in str(call)):
+        missing.setdefault(key(call), call)
     for call in kept:
         missing.pop(key(call), None)
     return [
