@@ -51,6 +51,11 @@ make_wheel() {
 # As the README says, in a project of uv's and in an environment. uv does not read pip's settings.
 check_uv() {
   hide_nvcc
+  # Of sources from which ninja has made a wheel already: what it finds unchanged is not compiled
+  # again.
+  local tree
+  tree=$(unpacked_sdist)
+  make_wheel
   section "uv: a project"
   new_environment uv "$CPU_PYTHON" uv
   use_pips_indexes_in_uv
@@ -64,7 +69,7 @@ requires-python = "==$CPU_PYTHON.*"
 dependencies = ["fastnorm", "$CPU_TORCH"]
 
 [tool.uv.sources]
-fastnorm = { path = "$PWD" }
+fastnorm = { path = "$tree" }
 
 $(sed -n '/^\[tool.uv/,/^```/p' README.md | sed '/^```/d')
 TOML
@@ -73,9 +78,8 @@ TOML
 import fastnorm, torch
 assert fastnorm._C.build_info()['torch'] == torch.__version__.split('+')[0] == '${CPU_TORCH##*=}'")
   section "uv: an environment"
-  # Where the wheel was made: what ninja finds unchanged is not compiled again.
   (
-    cd "$(unpacked_sdist)"
+    cd "$tree"
     enter_builder
     export PATH="$PATH:$work/environments/uv/bin"
     uv pip install setuptools ninja && uv pip install --no-build-isolation .

@@ -1,23 +1,32 @@
 # What the checks in .ci/ share: environments, what they hold, and what must not be in them.
 # Sourced by .ci/run.
 
-# Says what is done now. Kept in a file as well, for checks run in subshells.
+# Says what is done now, in the check's output and at once on descriptor 3. Kept in a file as well,
+# for checks run in subshells.
 section() {
   printf '\n==== [%5d s] %s ====\n' "$SECONDS" "$*"
+  printf '[%5d s] %s: %s\n' "$SECONDS" "$check" "$*" >&3
   printf '%d\t%s\t%s\n' "$SECONDS" "$check" "$*" >>"$work/sections"
 }
 
-# Prints what each section took, and then each check.
+# Says that a check has ended.
+end_section() {
+  printf '%d\t%s\t\n' "$SECONDS" "$check" >>"$work/sections"
+}
+
+# Prints what each section took, and then each check. What did not end is where a check failed.
 print_seconds() {
-  printf '%d\n' "$SECONDS" >>"$work/sections"
   awk -F '\t' '
-    NR > 1 {
-      printf "%6d s  %-14s %s\n", $1 - start, check, section
-      if (!(check in seconds)) order[++checks] = check
-      seconds[check] += $1 - start
+    section[$2] != "" {
+      printf "%6d s  %-14s %s\n", $1 - start[$2], $2, section[$2]
+      if (!($2 in seconds)) order[++checks] = $2
+      seconds[$2] += $1 - start[$2]
     }
-    { start = $1; check = $2; section = $3 }
+    { start[$2] = $1; section[$2] = $3 }
     END {
+      for (check in section) {
+        if (section[check] != "") printf "failed:   %-14s %s\n", check, section[check]
+      }
       print ""
       for (i = 1; i <= checks; ++i) printf "%6d s  %s\n", seconds[order[i]], order[i]
     }' "$work/sections"

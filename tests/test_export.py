@@ -159,7 +159,7 @@ MISTAKES_DTYPES = tuple(int(part) for part in torch.__version__.split(".")[:2]) 
             [None, torch.bfloat16],
             marks=pytest.mark.xfail(
                 MISTAKES_DTYPES,
-                strict=True,
+                run=False,  # half a minute, and no release so old will be mended
                 reason="https://github.com/pytorch/pytorch/issues/169157",
             ),
         ),
