@@ -51,10 +51,8 @@ make_wheel() {
 # As the README says, in a project of uv's and in an environment. uv does not read pip's settings.
 check_uv() {
   hide_nvcc
-  # Of sources from which ninja has made a wheel already: what it finds unchanged is not compiled
-  # again.
   local tree
-  tree=$(unpacked_sdist)
+  tree=$(unpacked_sdist) # for in the repository the other lane builds
   make_wheel
   section "uv: a project"
   new_environment uv "$CPU_PYTHON" uv
@@ -78,6 +76,7 @@ TOML
 import fastnorm, torch
 assert fastnorm._C.build_info()['torch'] == torch.__version__.split('+')[0] == '${CPU_TORCH##*=}'")
   section "uv: an environment"
+  # Where the wheel was made: what ninja finds unchanged is not compiled again.
   (
     cd "$tree"
     enter_builder
