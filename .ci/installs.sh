@@ -52,7 +52,9 @@ make_wheel() {
 check_uv() {
   hide_nvcc
   local tree
-  tree=$(unpacked_sdist) # for in the repository the other lane builds
+  tree=$(unpacked_sdist)
+  # In the repository the other lane builds, and where the wheel was made what it left is used below.
+  cp -r "$tree" "$work/project_tree"
   make_wheel
   section "uv: a project"
   new_environment uv "$CPU_PYTHON" uv
@@ -67,7 +69,7 @@ requires-python = "==$CPU_PYTHON.*"
 dependencies = ["fastnorm", "$CPU_TORCH"]
 
 [tool.uv.sources]
-fastnorm = { path = "$tree" }
+fastnorm = { path = "$work/project_tree" }
 
 $(sed -n '/^\[tool.uv/,/^```/p' README.md | sed '/^```/d')
 TOML
