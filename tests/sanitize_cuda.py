@@ -246,10 +246,10 @@ def check_run(
     def finish(i: int) -> tuple[int, Job, int] | None:
         if time.time() > until - LAST:
             return None
-        share = folder / f"{tool}_{i}.calls"  # to list them takes ten seconds
+        share = folder / f"{run}_{i}.calls"  # to list them takes ten seconds
         share.write_bytes(pickle.dumps(shares[i][ran[i] :]))
         words = ["--share", str(share), "--deadline", str(until - LAST)]
-        job = start(tool, words, folder, f"{tool}_{i}", i)
+        job = start(tool, words, folder, f"{run}_{i}", i)
         return i, job, wait(job, until)
 
     with ThreadPoolExecutor(processes) as pool:
