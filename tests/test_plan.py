@@ -323,6 +323,29 @@ def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
+def test_no_more_blocks_merge_their_sums_than_memory_asks_for(dtype: str) -> None:
+    """2 percent of 128 MB of x and more, 4 MB beside less."""
+    seen = set()
+    for cols, megabytes, aligned in itertools.product(
+        (257, 1024, 3001, 4095, 4096, 5120, 6144, 6145, 7168, 8191, 8192),
+        (30, 70, 120, 128.1, 134, 200, 268, 400, 1000),
+        (True, False),
+    ):
+        rows = int(megabytes * 1e6) // (cols * SIZES[dtype]) + 1
+        plan = _C.plan("backward", rows, cols, dtype, aligned=aligned)
+        if plan["weight_grads"] != "fused" or plan["cluster_size"] > 1:
+            continue
+        x_bytes = rows * cols * SIZES[dtype]
+        most = 0.02 * x_bytes if x_bytes >= 128e6 else 4e6
+        partials, where = plan["partials"], f"{rows} x {cols}: {plan}"
+        assert 8 * partials * cols <= most, where
+        if plan["merged"] > 1:
+            assert 8 * 2 * partials * cols > 0.99 * most, where
+        seen.add(plan["merged"])
+    assert seen == {1, 2, 4}
+
+
+@pytest.mark.parametrize("dtype", SMALL)
 def test_few_rows_take_one_launch(dtype: str) -> None:
     """No workspace, whatever is asked for; in the ring's widths, up to 16 MB of x."""
     for rows, cols in ((1, 64), (1, 1024), (8, 4096), (128, 768), (512, 1024), (512, 8192)):

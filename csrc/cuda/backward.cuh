@@ -379,6 +379,10 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   const int64_t teams = kWarpSize / p.lanes;
   const int64_t units = (args.rows + teams - 1) / teams;
   p.unit_stride = (plan.blocks - plan.column_blocks) / plan.cluster_size * p.groups;
+  const int64_t stride = p.unit_stride * teams;
+  p.x_step = stride * args.x_row_stride * static_cast<int64_t>(sizeof(X));
+  p.dy_step = stride * args.dy_row_stride * static_cast<int64_t>(sizeof(DY));
+  p.dx_step = stride * args.cols * static_cast<int64_t>(sizeof(X));
   p.full_turns = static_cast<int>(units / p.unit_stride);
   p.last_turn = static_cast<int>(units % p.unit_stride);
   p.shares = plan.shares;

@@ -131,20 +131,38 @@ double busy_share(int64_t threads, int blocks, int64_t block_threads, int most) 
          static_cast<double>(resident) / most;
 }
 
-// Blocks of the ring that merge their sums, in a cluster, so that partial sums take little memory:
-// 2 % of 128 MB.
-int most_merged(int64_t cols) {
-  constexpr int64_t kFewColumns = 2048;
-  return cols <= kFewColumns ? 1 : cols <= 2 * kFewColumns ? 2 : 4;
+int64_t bytes_of(const BackwardProblem& problem) {
+  return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
+}
+
+// Whether rows of partial sums take little memory: 2 % of a large x, and beside a small one no more
+// than beside the least large one, or so.
+bool are_few(int64_t partials, const BackwardProblem& problem) {
+  constexpr int64_t kLargeBytes = 128'000'000;
+  constexpr int64_t kSmallBytes = 4'000'000;
+  const int64_t x_bytes = bytes_of(problem);
+  const int64_t most = x_bytes >= kLargeBytes ? x_bytes / 50 : kSmallBytes;
+  return 2 * int64_t{sizeof(float)} * partials * problem.cols <= most;
+}
+
+// Of `blocks` that leave rows of partial sums, so many have to merge theirs, in a cluster. No more
+// than it takes: 32768 x 4096 bfloat16 took 199.7 us on an H200 with two of them, 196.3 us with
+// each for itself; 16384 x 8191 (by column) 268.8 us with four, which do not fit on all
+// multiprocessors (see shape_ring), 241.6 us with two.
+int least_merged(int64_t blocks, const BackwardProblem& problem) {
+  constexpr int kMost = 4;
+  int merged = 1;
+  while (problem.weight_grads && merged < kMost && !are_few(blocks / merged, problem)) merged *= 2;
+  return merged;
 }
 
 constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
 
 // Clusters of four do not fit everywhere (see shape_ring).
-int choose_merged(int64_t blocks, int64_t cols, const DeviceProperties& device) {
-  const int most = most_merged(cols);
-  if (most == 4 && blocks % 4 == 0 && blocks < device.sm_count) return 4;
-  return most >= 2 && blocks % 2 == 0 ? 2 : 1;
+int choose_merged(int64_t blocks, const BackwardProblem& problem, const DeviceProperties& device) {
+  const int least = least_merged(blocks, problem);
+  if (least == 4 && blocks % 4 == 0 && blocks < device.sm_count) return 4;
+  return least >= 2 && blocks % 2 == 0 ? 2 : 1;
 }
 
 // The shares of the rows, at least, of which dw and db are added up row by row. PyTorch adds up 32;
@@ -394,17 +412,11 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   }
   if (in_cluster) return (by_memory ? sms - sms / 8 : sms) * together / 2 * 2;
   if (short_rows) return by_memory && is_16_bit ? sms - sms / 11 : sms;
-  if (!plan.vectorized) return sms;
-  if (idle) return most_merged(problem.cols) == 1 ? (sms - 1) | 1 : (sms - 1) / 2 * 2;
   const int some = sms - sms / 8;
-  switch (most_merged(problem.cols)) {
-    case 4:
-      return some / 4 * 4;
-    case 2:
-      return (some / 2 | 1) * 2;
-    default:
-      return (some - 1) | 1;
-  }
+  const int blocks = !plan.vectorized ? sms : idle ? (sms - 1) | 1 : (some - 1) | 1;
+  const int merged = least_merged(blocks, problem);
+  if (merged == 1) return blocks;
+  return merged == 2 && !by_memory ? blocks / 2 * 2 : some / 4 * 4;
 }
 
 // Whether rows are better off one by one than in the ring: for dx alone, or where x and dy are
@@ -418,10 +430,6 @@ constexpr int64_t kFewRowsBytes = 16 << 20;
 // bfloat16 took 47 us on an H200, in the ring 38 us; 1024 x 1023 7.6 us for 8.1 us. Of float32
 // 65536 x 1023 took 187 us, as long as an elementwise sum, for 215 us.
 constexpr int64_t kFewElementsBytes = 4 << 20;
-
-int64_t bytes_of(const BackwardProblem& problem) {
-  return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
-}
 
 bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
                   const DeviceProperties& device) {
@@ -462,11 +470,10 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
   // Larger clusters do not fit everywhere (see shape_ring). Of an elementwise sum, bfloat16 on an
   // H200: 16384 x 12289 .67 with all multiprocessors, .60 with 116; in clusters of four 4096 x
   // 32767 .66 with 116, .36 with 124; in clusters of eight 4096 x 50257 .53 with 120, .48 with 112.
-  // Beyond 4096 columns partial sums would take more than 2 % of 128 MB, were they not those of
-  // four blocks: clusters as well, so that 8191 columns reach .64 instead of .76.
+  // Blocks that merge their sums in fours are such clusters as well.
   if (!in_cluster) {
-    const bool merges = most_merged(problem.cols) == 4 && sms >= kFewMultiprocessors;
-    return merges ? (sms - sms / 8) / 4 * 4 : sms;
+    const int merged = sms < kFewMultiprocessors ? 1 : least_merged(sms, problem);
+    return merged == 4 ? (sms - sms / 8) / 4 * 4 : sms / merged * merged;
   }
   const int some = plan.cluster_size == 2                    ? sms
                    : plan.cluster_size == 8 && together == 1 ? sms - sms / 11
@@ -809,7 +816,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
         plan.partials *= shares;
       }
       if (by_ring && plan.cluster_size == 1) {
-        plan.merged = choose_merged(plan.partials, problem.cols, device);
+        plan.merged = choose_merged(plan.partials, problem, device);
         plan.partials /= plan.merged;
       }
     } else {

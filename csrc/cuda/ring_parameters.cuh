@@ -29,6 +29,7 @@ struct RingParameters {
   // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
   // turn all groups of the grid take one, in the last turn only so many.
   int64_t unit_stride;
+  int64_t x_step, dy_step, dx_step;  // bytes from a team's row to its next one
   int full_turns, last_turn;
   int cluster_size;    // kGrid: blocks of a row
   uint64_t* exchange;  // kGrid: [rows at once][kGridExchanges][blocks of a row][2]

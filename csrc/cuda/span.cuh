@@ -3,6 +3,7 @@
 // device memory on one side of it, as chunks on the other.
 #pragma once
 
+#include "async.cuh"
 #include "numeric.cuh"
 #include "shift.cuh"
 
@@ -52,13 +53,11 @@ struct SpanStage {
   static constexpr int kGranules = kWarpSize * kChunks + 1;
   uint4* granules;
 
-  // Reads `cols` elements (no more than fit) at `source` into packs: element i of the lane's k-th
-  // is source[(k * 32 + lane) * kColumns + i]. What lies beyond is not defined. Reads whole
-  // granules, and so may touch bytes around the row, but none from `end` on, where the tensor's
-  // memory ends. The whole warp comes here.
-  template <class T, int kColumns>
-  __device__ __forceinline__ void load(Pack<T, kColumns>* chunks, const T* source, int cols,
-                                       const T* end) const {
+  // Copies the granules in which `cols` elements (no more than fit) at `source` lie, all at once,
+  // and waits for them. Whole granules, and so perhaps bytes around the row, but none from `end`
+  // on, where the tensor's memory ends. The whole warp comes here.
+  template <class T>
+  __device__ __forceinline__ void fetch(const T* source, int cols, const T* end) const {
     constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(T));
     const int lane = threadIdx.x % kWarpSize;
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
@@ -67,33 +66,26 @@ struct SpanStage {
     int wanted = (offset + cols * static_cast<int>(sizeof(T)) + kChunkBytes - 1) / kChunkBytes;
     const bool cut = origin + static_cast<int64_t>(wanted) * kElements > end;
     if (cut) --wanted;  // only a tensor's last granule
-    uint4 values[kChunks], last;
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      if (k * kWarpSize + lane < wanted) values[k] = memory[k * kWarpSize + lane];
+    for (int k = 0; k <= kChunks; ++k) {
+      const int i = k * kWarpSize + lane;
+      if (i < wanted && (k < kChunks || lane == 0)) start_copy(granules + i, memory + i);
     }
-    if (lane == 0 && kChunks * kWarpSize < wanted) last = memory[kChunks * kWarpSize];
-    __syncwarp();  // what was staged before has been read
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) granules[k * kWarpSize + lane] = values[k];
-    if (lane == 0) granules[kChunks * kWarpSize] = last;
     if (cut) {
-      __syncwarp();
       T* const elements = reinterpret_cast<T*>(granules);
       const int i = wanted * kElements + lane;
       if (lane < kElements && origin + i < end) elements[i] = origin[i];
     }
+    wait_for_copies();
     __syncwarp();
-    with_offset(offset, [&](auto word, int bits) {
-      if constexpr ((decltype(word)::value) < 4) {
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          const uint4* const granule = granules + k * kWarpSize + lane;
-          chunks[k] = to_pack<T, kColumns>(
-              shift<decltype(word)::value>(load_granule(granule), load_granule(granule + 1), bits));
-        }
-      }
-    });
+  }
+
+  // This lane's k-th chunk of what has been fetched, from as far into a granule on as kWord and
+  // `bits` say (see with_offset). What lies beyond the last element is not defined.
+  template <int kWord>
+  __device__ __forceinline__ Granule shifted(int k, int bits) const {
+    const uint4* const granule = granules + k * kWarpSize + threadIdx.x % kWarpSize;
+    return shift<kWord>(load_granule(granule), load_granule(granule + 1), bits);
   }
 
   // The place of element i of what is to be written.
