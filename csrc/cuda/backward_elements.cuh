@@ -122,7 +122,7 @@ __device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
 // Starts to copy the granules in which `bytes` bytes from `source` on lie, up to kChunks by each of
 // kLanes lanes and one more by the first; `slot` is where this lane's first one goes. (By the
 // ring's copy_granules, with whole lines and lanes of any number, 524288 x 257 bfloat16 took 250 us
-// on an H200, 8192 x 16385 342 us; 240 and 325 us so.)
+// on an H200, 8192 x 16385 342 us; 241 and 325 us so.)
 template <int kChunks, int kLanes>
 __device__ __forceinline__ void copy_team_granules(unsigned slot, const char* source, int bytes,
                                                    int lane) {

@@ -135,8 +135,7 @@ int64_t bytes_of(const BackwardProblem& problem) {
   return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
 }
 
-// Whether rows of partial sums take little memory: 2 % of a large x, and beside a small one no more
-// than beside the least large one, or so.
+// Whether rows of partial sums take little memory: 2 % of x, or 4 MB if x has less than 128 MB.
 bool are_few(int64_t partials, const BackwardProblem& problem) {
   constexpr int64_t kLargeBytes = 128'000'000;
   constexpr int64_t kSmallBytes = 4'000'000;
