@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from reference import name_of, random
+from reference import name_of, ops, random
 from torch import Tensor, nn
 
 import fastnorm
@@ -50,6 +50,92 @@ def test_forward(dtype: torch.dtype, side_stream: bool) -> None:
             torch.cuda.current_stream().wait_stream(stream)
             assert replayed.equal(norm(data))
             torch.cuda.synchronize()
+
+
+# A kernel of each kind that may start while the one before it still runs; and its number of rows.
+CHAINED = [(4000, 256), (4000, 1000), (700, 4096), (700, 1001), (700, 2501), (9, 40_000), (9, 4095)]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
+@pytest.mark.parametrize(("rows", "cols"), CHAINED)
+def test_a_chain_of_norms(rows: int, cols: int, captured: bool) -> None:
+    """Each reads what the one before has just written, forward and backward, and writes where
+    others have just read: as if each waited for the one before.
+    """
+    weight, bias = (random((cols,), torch.bfloat16, "cuda", seed=s) for s in (1, 2))
+    x = random((rows, cols), torch.bfloat16, "cuda")
+    grad_out = random((rows, cols), torch.bfloat16, "cuda", seed=3)
+    links = 6
+
+    def chain(after: Callable[[], None]) -> list[Tensor]:
+        results: list[Tensor] = []
+        y = x
+        for _ in range(links):
+            y, mean, rstd = ops.layer_norm_forward(y, [cols], weight, bias, 1e-5, None)
+            after()
+            results += [y, mean, rstd]
+        grad = grad_out
+        for i in reversed(range(links)):
+            read = results[3 * i - 3] if i > 0 else x
+            grad, dw, db = ops.layer_norm_backward(
+                grad, read, [cols], *results[3 * i + 1 : 3 * i + 3], weight, bias, 1e-5,
+                [True, True, True],
+            )  # fmt: skip
+            after()
+            results += [grad, dw, db]
+        return results
+
+    alone = chain(torch.cuda.synchronize)
+    if not captured:
+        for _ in range(20):
+            together = chain(lambda: None)
+            assert all(a.equal(b) for a, b in zip(alone, together))
+        return
+    _warm_up(lambda: chain(lambda: None), torch.cuda.Stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = chain(lambda: None)
+    for _ in range(20):
+        for t in together:
+            t.zero_()
+        graph.replay()
+        assert all(a.equal(b) for a, b in zip(alone, together))
+
+
+@pytest.mark.parametrize("before", ["memset", "copy from the host", "two streams"])
+def test_captured_after_what_is_no_kernel(before: str) -> None:
+    norm = fastnorm.LayerNorm(COLS, device="cuda").requires_grad_(False)
+    source = random((ROWS, COLS), torch.float32, "cpu").pin_memory()
+    x = torch.empty(ROWS, COLS, device="cuda")
+    other = torch.cuda.Stream()
+
+    def prepare() -> None:
+        if before == "memset":
+            x.zero_()
+        elif before == "copy from the host":
+            x.copy_(source, non_blocking=True)
+        else:
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                x[1::2].fill_(3.0)
+            x[::2].fill_(2.0)
+            torch.cuda.current_stream().wait_stream(other)
+
+    def step() -> Tensor:
+        prepare()
+        return norm(x)
+
+    _warm_up(step, torch.cuda.Stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for _ in range(3):
+        y.zero_()
+        x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert y.equal(norm(x))
+        assert y.isfinite().all()
 
 
 def test_a_training_step_with_its_optimizer() -> None:

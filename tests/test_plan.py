@@ -371,7 +371,8 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
     """A row that fits a warp or a block stays in it; how much a block holds is a matter of shared
     memory. Up to eight blocks of 512 threads make a cluster, or sixteen where a device has room for
     such clusters; then all blocks that run at the same time share a few rows, and what those do not
-    hold is cut. A row that ends within a chunk is held by column, in a block.
+    hold is cut. A row that ends within a chunk is held by column, in a block, but for 16-bit rows
+    that fill one warp or two in chunks.
     """
     chunk = chunk_columns(dtype)
     small = dtype in SMALL
@@ -385,9 +386,10 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
         block = threads * 8 * chunk
         assert kernel(1, capability) == kernel(warp, capability) == "short_rows"
         assert kernel(31, capability) == "short_rows"
-        for cols in (33, 257, 1023, 3071):
+        for cols in (33, 257, 1023, 1749, 1751, 2047, 2049, 2749, 2751, 3071):
             in_chunks = "short_rows" if cols < warp // 2 else "rows"
-            assert kernel(cols, capability) == ("elements" if small else in_chunks)
+            by_column = small and (dtype == "float32" or cols not in (1751, 2047, 2751, 3071))
+            assert kernel(cols, capability) == ("elements" if by_column else in_chunks)
             assert kernel(cols, capability, y_as_x=False) == in_chunks
         assert kernel(3073, capability) == kernel(4095, capability, y_as_x=False) == "rows"
         if small and capability >= 90:

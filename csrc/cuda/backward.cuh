@@ -290,7 +290,7 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
                       cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const auto launch_rows = [&](auto kernel) {
-    return launch(kernel, plan.blocks, threads, plan.cluster_size, stream, p);
+    return Launch(plan.blocks, threads, stream).in_clusters(plan.cluster_size)(kernel, p);
   };
   const bool fused = plan.weight_grads == WeightGrads::kFused;
   switch (plan.kernel) {

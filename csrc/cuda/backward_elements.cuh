@@ -455,6 +455,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     typename Tile::Storage tile;
     typename RowSumsExchange<kSpan>::Storage sums;
   } storage;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (blockIdx.x < tiles.column_blocks) {
     Tile::template sum<false>(tiles, blockIdx.x, storage.tile);
     return;
@@ -510,8 +512,10 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     constexpr int kLanes = decltype(lanes)::value, kPairs = decltype(pairs)::value;
     const int threads = plan.threads_per_row * plan.rows_per_block;
     if (plan.kernel == Kernel::kFewElements) {
-      return launch(backward_few_elements<X, kSpan, kLanes, kPairs>, plan.blocks, dim3(threads),
-                    std::max(plan.cluster_size, plan.slices), stream, p, tiles);
+      return Launch(plan.blocks, dim3(threads), stream)
+          .in_clusters(std::max(plan.cluster_size, plan.slices))
+          .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
+                                              tiles);
     }
     const auto kernel = backward_elements<X, kSpan, kLanes, kPairs>;
     constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, false>;
@@ -521,8 +525,9 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
         allow_blocks(reinterpret_cast<const void*>(kernel), kRingRowWarps * kWarpBytes,
                      kSpan == RingSpan::kCluster, prepared);
     if (error != cudaSuccess) return error;
-    return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
-                          threads / kWarpSize * kWarpBytes, stream, p);
+    return Launch(plan.blocks, dim3(threads), stream)
+        .with_shared(threads / kWarpSize * kWarpBytes)
+        .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
   };
   const auto launch_pairs = [&](auto pairs) {
     using Pairs = decltype(pairs);

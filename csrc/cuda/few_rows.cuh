@@ -183,6 +183,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
       std::conditional_t<kVectorized, Unused, typename Stage::Buffer> stages[kRingRowWarps];
     } rows;
   } storage;
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   if (blockIdx.x < p.column_blocks) {
     if (p.tile_lanes == kMinTileLanes) {
       ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.narrow_tile);
@@ -272,9 +274,11 @@ cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& p
                             cudaStream_t stream) {
   const auto launch_span = [&](auto span) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    return launch(
-        plan.vectorized ? backward_few_rows<X, kSpan, true> : backward_few_rows<X, kSpan, false>,
-        plan.blocks, dim3(plan.threads_per_row * plan.rows_per_block), p.slices, stream, p);
+    return Launch(plan.blocks, dim3(plan.threads_per_row * plan.rows_per_block), stream)
+        .in_clusters(p.slices)
+        .overlapping(plan.overlap_launches)(plan.vectorized ? backward_few_rows<X, kSpan, true>
+                                                            : backward_few_rows<X, kSpan, false>,
+                                            p);
   };
   if (plan.cluster_size > 1) {
     return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());

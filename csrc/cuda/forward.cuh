@@ -10,8 +10,7 @@
 
 #include <algorithm>
 
-#include "forward_parameters.cuh"
-#include "launch.cuh"
+#include "forward_start.cuh"
 #include "row_tile.cuh"
 #include "tile.cuh"
 
@@ -34,6 +33,25 @@ struct ParameterTile {
         load_rest(weights, biases, share, k);
       }
     }
+  }
+
+  // Chunk k, which is whole. kPlain: both are there and aligned.
+  template <bool kPlain, class RowShare>
+  __device__ __forceinline__ void load_whole(const W* weights, const W* biases,
+                                             const RowShare& share, int k) {
+    const auto load = [&](const W* parameters, Accumulator<W> absent) {
+      const W* const chunk = parameters + share.column(k);
+      if (kPlain || parameters == nullptr || is_aligned(parameters)) {
+        return load_wide<W, kColumns>(chunk, kPlain || parameters != nullptr, absent);
+      }
+      return load_unaligned<W, kColumns>(chunk, kColumns);
+    };
+    weight[k] = load(weights, 1);
+    bias[k] = load(biases, 0);
+  }
+
+  static __device__ __forceinline__ bool are_plain(const W* weights, const W* biases) {
+    return weights != nullptr && biases != nullptr && is_aligned(weights) && is_aligned(biases);
   }
 
  private:
@@ -74,32 +92,57 @@ struct ParameterTile {
 template <class X, class W>
 constexpr bool kEarlyParameters = sizeof(W) <= sizeof(X);
 
+// Rows that are not aligned but have whole chunks, enough of them, pass through shared memory as
+// spans of longer ones do: 65536 x 1024 bfloat16, one element off, took 105 us on an H200 element
+// by element, 75.5 us so.
+template <int kLanes, int kChunks, bool kVectorized>
+constexpr bool kBySpan = kLanes >= 8 && 2 * kChunks > kRegisterChunks && !kVectorized;
+
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
-template <class X, class W, int kChunks, bool kVectorized>
+template <class X, class W, int kLanes, int kChunks, bool kVectorized>
 constexpr int kShortRowBlocks =
-    kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks) ? 12 : 8;
+    kBySpan<kLanes, kChunks, kVectorized> ||
+            (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
+        ? 12
+        : 8;
 
 // kLanes is a constant because the loops over it must unroll: with blockDim.x instead 174764 x 768
 // bfloat16 took 148 us on an H200, so 135 us.
 template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized>
-__global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChunks, kVectorized>))
+__global__ void __launch_bounds__(kShortRowThreads,
+                                  (kShortRowBlocks<X, W, kLanes, kChunks, kVectorized>))
     forward_short_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kRows = kRegisterChunks / kChunks;  // four chunks in flight per thread
   constexpr int kTeams = kWarpSize / kLanes;        // rows side by side in a warp
+  start_block(p);
   const int team = threadIdx.y % kTeams;
   const int warp = threadIdx.y / kTeams;
   const int warps = kShortRowThreads / kWarpSize;
   const int64_t warp_row = (static_cast<int64_t>(blockIdx.x) * warps + warp) * (kTeams * kRows);
-  const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), kLanes,
-                                    static_cast<int>(p.cols)};
+  constexpr bool kSpan = kBySpan<kLanes, kChunks, kVectorized>;
+  constexpr bool kWhole = kVectorized || kSpan;
+  const Share<X, kWhole> share{static_cast<int>(threadIdx.x), kLanes, static_cast<int>(p.cols)};
+
+  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized>;
+  using XSpan = SpanStage<kChunks, kLanes>;
+  using YSpan = SpanStage<kChunks * (sizeof(Y) > sizeof(X) ? sizeof(Y) / sizeof(X) : 1), kLanes>;
+  __shared__ std::conditional_t<kSpan, typename YSpan::Buffer[kTeams], typename Writer::Storage>
+      storage[kShortRowThreads / kWarpSize];
 
   Tile<X, kChunks, kColumns> x[kRows];
+  if constexpr (kSpan) {
+    const XSpan stage{storage[warp][team].granules};
+    const X* const row = p.x + (warp_row + team) * p.x_row_stride;
+    stage.fetch(row, warp_row + team < p.rows ? share.cols : 0, p.x_end);
+    stage.shift_into(x[0].chunks, row);
+  } else {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t row = warp_row + r * kTeams + team;
-    x[r].load(row < p.rows ? p.x + row * p.x_row_stride : nullptr, share);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = warp_row + r * kTeams + team;
+      x[r].load(row < p.rows ? p.x + row * p.x_row_stride : nullptr, share);
+    }
   }
   ParameterTile<W, kChunks, kColumns> parameters;
   // One by one: each team has a partial chunk, but only as its last one.
@@ -107,7 +150,10 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) parameters.load(p.weight, p.bias, share, k);
   };
-  if constexpr (kEarlyParameters<X, W>) load_parameters();
+  // While registers are free, or chunk by chunk when they are needed.
+  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan;
+  constexpr bool kLate = !kEarly && kRows == 1;
+  if constexpr (kEarly) load_parameters();
 
   // Means of chunks are taken relative to the row's first element, and so is their sum: a constant
   // row has exactly its value as mean and exactly no variance.
@@ -123,7 +169,7 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
         values[i] = x[r].template get<A>(k, i);
-        if constexpr (!kVectorized) values[i] = i < left ? values[i] : first[r];
+        if constexpr (!kWhole) values[i] = i < left ? values[i] : first[r];
       }
       const A difference = tree_mean(values) - first[r];
       // A share of the mean at once: 64 differences of 1e37 have no sum in float32.
@@ -144,7 +190,7 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
       for (int i = 0; i < kColumns; ++i) {
         A& delta = deltas[r][k][i];
         delta = x[r].template get<A>(k, i) - mean[r];
-        if constexpr (!kVectorized) delta = i < left ? delta : A(0);
+        if constexpr (!kWhole) delta = i < left ? delta : A(0);
         squares = fma(delta, delta, squares);
       }
       sums[r] += left > 0 ? squares : A(0);
@@ -178,18 +224,38 @@ __global__ void __launch_bounds__(kShortRowThreads, (kShortRowBlocks<X, W, kChun
     }
   }
 
-  constexpr bool kLate = !kEarlyParameters<X, W> && kRows == 1;
-  if constexpr (!kEarlyParameters<X, W> && !kLate) load_parameters();
-  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized>;
-  __shared__ typename Writer::Storage storage[kShortRowThreads / kWarpSize];
-  const Writer writer{storage[warp], p.y, p.rows, kTeams, team};
+  if constexpr (!kEarly && !kLate) load_parameters();
+  const auto y = [&](int r, int k) {
+    return scale<Y>([&](int i) { return deltas[r][k][i]; }, rstd[r], shifts[r],
+                    parameters.weight[k], parameters.bias[k]);
+  };
+  if constexpr (kSpan) {
+    const YSpan stage{storage[warp][team].granules};
+    stage.open();
+    const auto put = [&](auto plain) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    writer.write(warp_row + r * kTeams, share, [&](int k) {
-      if constexpr (kLate) parameters.load(p.weight, p.bias, share, k);
-      return scale<Y>([&](int i) { return deltas[r][k][i]; }, rstd[r], shifts[r],
-                      parameters.weight[k], parameters.bias[k]);
-    });
+      for (int k = 0; k < kChunks; ++k) {
+        if (share.left(k) > 0) {
+          parameters.template load_whole<decltype(plain)::value>(p.weight, p.bias, share, k);
+          store_pack(stage.template element<Y>(share.column(k)), y(0, k));
+        }
+      }
+    };
+    if (parameters.are_plain(p.weight, p.bias)) {
+      put(std::true_type());
+    } else {
+      put(std::false_type());
+    }
+    stage.store(p.y + (warp_row + team) * p.cols, warp_row + team < p.rows ? share.cols : 0);
+  } else {
+    const Writer writer{storage[warp], p.y, p.rows, kTeams, team};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      writer.write(warp_row + r * kTeams, share, [&](int k) {
+        if constexpr (kLate) parameters.load(p.weight, p.bias, share, k);
+        return y(r, k);
+      });
+    }
   }
 }
 
@@ -205,6 +271,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   extern __shared__ uint4 shared_chunks[];
   __shared__ SetMoments<A> warp_moments[kMaxThreads / kWarpSize];
   __shared__ SetMoments<A> block_moments[kMaxClusterSize];
+  start_block(p);
   if constexpr (kCluster) cluster_arrive();  // no block may write into one that has not started
 
   const int warp = threadIdx.x / kWarpSize;
@@ -319,15 +386,16 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
       if (error != cudaSuccess) return error;
     }
-    return launch_dynamic(kernel, plan.blocks, threads, plan.cluster_size, plan.shared_bytes,
-                          stream, p);
+    return launch_in_turns(kernel, threads, p, plan, stream);
   };
-  // Blocks that an SM holds at the least, of 512 threads (384 where chunks are in registers alone):
-  // fewer where more registers are needed.
+  // Blocks that an SM holds at the least, of 512 threads (384 where a thread has few chunks): fewer
+  // where more registers are needed.
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
-  constexpr int kShared = forward_shared_chunks(kVectorized);
+  constexpr int kFewChunksBlocks = kVectorized ? kBlocks : 3;
+  constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
+  constexpr int kFewShared = forward_shared_chunks(kRegisterChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
       switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
@@ -362,19 +430,28 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       return cudaErrorInvalidValue;
     case Kernel::kRows:
-      if (plan.shared_chunks == 0) {
+      if (plan.chunks_per_thread == kRegisterChunks) {
+        if constexpr (!kVectorized && kEarlyParameters<X, W>) {  // else it would spill
+          // 16384 x 8192 bfloat16, one element off: 151 us on an H200, 159 us with 384 threads.
+          if (plan.threads_per_row <= 320) {
+            return launch_rows(forward_rows<X, Y, W, 320, 4, 4, kFewShared, false, false>);
+          }
+        }
         return launch_rows(
             plan.threads_per_row <= 384
-                ? forward_rows<X, Y, W, 384, kBlocks, 4, 0, false, kVectorized>
-                : forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, 0, false, kVectorized>);
+                ? forward_rows<X, Y, W, 384, kFewChunksBlocks, 4, kFewShared, false, kVectorized>
+                : forward_rows<X, Y, W, 512, std::min(kFewChunksBlocks, 2), 4, kFewShared, false,
+                               kVectorized>);
       }
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, false, kVectorized>);
     case Kernel::kCluster:
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, true, kVectorized>);
     case Kernel::kSplit: {
-      const cudaError_t error = launch_rows(forward_segment_moments<X, Y, W, kVectorized>);
+      Launch launch(plan.blocks, threads, stream);
+      launch.with_shared(plan.shared_bytes);
+      const cudaError_t error = launch(forward_segment_moments<X, Y, W, kVectorized>, p);
       if (error != cudaSuccess) return error;
-      return launch_rows(forward_segment_apply<X, Y, W, kVectorized>);
+      return launch(forward_segment_apply<X, Y, W, kVectorized>, p);
     }
     case Kernel::kElements:
       if constexpr (std::is_same_v<X, Y> && !std::is_same_v<X, double>) {
@@ -397,6 +474,7 @@ cudaError_t forward_to(const ForwardArgs& args, const ForwardPlan& plan, void* w
   return visit_parameter<X>(parameter_dtype, [&](auto parameter_type) {
     using W = typename decltype(parameter_type)::type;
     ForwardParameters<X, Y, W> p;
+    static_assert(sizeof(p) <= 128 || sizeof(A) == 8);
     p.rows = args.rows;
     p.cols = args.cols;
     p.eps = static_cast<A>(args.eps);
@@ -411,7 +489,7 @@ cudaError_t forward_to(const ForwardArgs& args, const ForwardPlan& plan, void* w
     p.mean = static_cast<A*>(args.mean);
     p.rstd = static_cast<A*>(args.rstd);
     p.segment_moments = static_cast<SetMoments<A>*>(workspace);
-    p.segments = plan.segments;
+    p.segments = static_cast<int>(plan.segments);
     p.cluster_size = plan.cluster_size;
     return plan.vectorized ? launch_forward<true>(p, plan, stream)
                            : launch_forward<false>(p, plan, stream);

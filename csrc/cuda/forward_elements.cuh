@@ -7,8 +7,7 @@
 // at most kMostElementColumns columns. Longer rows are shared out evenly among warps.
 #pragma once
 
-#include "forward_parameters.cuh"
-#include "launch.cuh"
+#include "forward_start.cuh"
 #include "moments.cuh"
 
 namespace fastnorm::cuda {
@@ -192,6 +191,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
   constexpr int kCapacity = kTeams * kRows * kSteps * Tile::kStep;
   __shared__ alignas(16) X stages[kElementRowThreads / kWarpSize][kCapacity + kElements];
 
+  start_block(p);
   const int warp = threadIdx.x / kWarpSize;
   const int team = threadIdx.x % kWarpSize / kLanes;
   constexpr int kWarpRows = kTeams * kRows;
@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   extern __shared__ uint4 element_stages[];
   __shared__ SetMoments<float> warp_moments[kRows][kMaxWarps];
 
+  start_block(p);
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
   const int warps = blockDim.x / kWarpSize;
@@ -314,8 +315,7 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
   const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
   p.warp_steps = steps / warps;
   p.first_longer_warp = warps - steps % warps;
-  return launch_dynamic(kernel, plan.blocks, dim3(plan.threads_per_row), 1, plan.shared_bytes,
-                        stream, p);
+  return launch_in_turns(kernel, dim3(plan.threads_per_row), p, plan, stream);
 }
 
 template <class X, class W>
@@ -327,8 +327,8 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
       return cudaErrorInvalidValue;  // half the lanes hold such rows
     } else {
       constexpr int kSteps = kColumns / kSideBySide<X>;
-      return launch(forward_elements<X, W, kLanes, kSteps, kElementRows>, plan.blocks,
-                    dim3(kElementRowThreads), 1, stream, p);
+      return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows>,
+                             dim3(kElementRowThreads), p, plan, stream);
     }
   };
   const auto launch_pairs = [&](auto pairs) {

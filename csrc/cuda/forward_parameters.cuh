@@ -6,6 +6,14 @@
 
 namespace fastnorm::cuda {
 
+// The blocks of a launch that find a place at once begin in turns.
+struct FirstBlocks {
+  unsigned blocks = 0;  // none: nobody waits
+  unsigned turn = 1;    // blocks that begin together
+  unsigned cycles = 0;  // from one turn to the next
+};
+
+// No more than 128 bytes where A is float: with more, kernels of 40 registers spill (nvcc 13.0).
 template <class X, class Y, class W>
 struct ForwardParameters {
   using A = Accumulator<X>;
@@ -13,6 +21,7 @@ struct ForwardParameters {
   A eps;
   A inverse_cols;  // infinite for no columns: their variance is not a number
   A chunk_share;   // of a chunk in the mean; the mean of no columns is zero
+  int segments;    // of a row, of kSplit
   const X* x;
   const X* x_end;  // of the last row
   int64_t x_row_stride;
@@ -21,10 +30,10 @@ struct ForwardParameters {
   Y* y;
   A* mean;
   A* rstd;
-  SetMoments<A>* segment_moments;  // [rows, segments], of kSplit
-  int64_t segments;
+  SetMoments<A>* segment_moments;  // [rows, segments]
   int cluster_size;
   int warp_steps, first_longer_warp;  // of kElements, in long rows
+  FirstBlocks first;                  // but of kCluster and kSplit
 };
 
 // Of forward_elements.cuh.

@@ -543,9 +543,9 @@ cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan
   if (error != cudaSuccess) return error;
   const dim3 threads(plan.threads_per_row);
   const int bytes = plan.threads_per_row / kWarpSize * kWarpBytes;
-  return in_grid
-             ? launch_together(kernel, plan.blocks, threads, bytes, stream, p)
-             : launch_dynamic(kernel, plan.blocks, threads, plan.cluster_size, bytes, stream, p);
+  Launch launch(plan.blocks, threads, stream);
+  launch.with_shared(bytes);
+  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
 }
 
 // Rows of X whose y, weight and bias have the same dtype.

@@ -1,7 +1,8 @@
-// Launching: grid, block and cluster of a plan, the error checked; and dtype tags turned to types.
+// Launching: what a plan says of grid, block and cluster; and dtype tags turned to types.
 #pragma once
 
 #include <atomic>
+#include <iterator>
 
 #include "layer_norm_cuda.h"
 #include "numeric.cuh"
@@ -17,75 +18,67 @@ constexpr bool kStreams = false;
 constexpr bool kStreams = true;
 #endif
 
-// `shared_bytes`: dynamic shared memory of a block.
-inline cudaLaunchConfig_t launch_config(int64_t blocks, dim3 threads, int shared_bytes,
-                                        cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = threads;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  return config;
-}
-
-// Launches and returns the launch's own error. A cluster_size of one is a plain launch.
-template <class... Parameters>
-cudaError_t launch_dynamic(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
-                           int cluster_size, int shared_bytes, cudaStream_t stream,
-                           const std::common_type_t<Parameters>&... parameters) {
-  cudaLaunchConfig_t config = launch_config(blocks, threads, shared_bytes, stream);
-  cudaLaunchAttribute attribute;
-  if (cluster_size > 1) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_size);
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+// A launch: what it is to be is said first, then it is called with a kernel and its parameters, and
+// returns its own error.
+class Launch {
+ public:
+  Launch(dim3 blocks, dim3 threads, cudaStream_t stream) {
+    config_.gridDim = blocks;
+    config_.blockDim = threads;
+    config_.stream = stream;
   }
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
-}
+  Launch(int64_t blocks, dim3 threads, cudaStream_t stream)
+      : Launch(dim3(static_cast<unsigned>(blocks)), threads, stream) {}
 
-// Launches blocks that run all at the same time, or none of them, and may therefore wait for each
-// other.
-template <class... Parameters>
-cudaError_t launch_together(void (*kernel)(Parameters...), int64_t blocks, dim3 threads,
-                            int shared_bytes, cudaStream_t stream,
-                            const std::common_type_t<Parameters>&... parameters) {
-  cudaLaunchConfig_t config = launch_config(blocks, threads, shared_bytes, stream);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
-}
-
-template <class... Parameters>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, dim3 threads, int cluster_size,
-                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
-  return launch_dynamic(kernel, blocks, threads, cluster_size, 0, stream, parameters...);
-}
-
-// Launches a kernel that may start while the one before it in the stream still runs: it must wait
-// for that one itself (wait_for_previous_kernel). `overlap`: whether the device can do so.
-template <class... Parameters>
-cudaError_t launch_overlapping(bool overlap, void (*kernel)(Parameters...), dim3 blocks,
-                               dim3 threads, cudaStream_t stream,
-                               const std::common_type_t<Parameters>&... parameters) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.stream = stream;
-  cudaLaunchAttribute attribute;
-  if (overlap) {
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+  // Dynamic shared memory of a block.
+  Launch& with_shared(int bytes) {
+    config_.dynamicSmemBytes = static_cast<size_t>(bytes);
+    return *this;
   }
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
-}
+
+  // Of so many blocks; of one: none.
+  Launch& in_clusters(int size) {
+    if (size > 1) {
+      auto& cluster = add(cudaLaunchAttributeClusterDimension).clusterDim;
+      cluster.x = static_cast<unsigned>(size);
+      cluster.y = cluster.z = 1;
+    }
+    return *this;
+  }
+
+  // All blocks run at the same time, or none of them: they may wait for each other.
+  Launch& together() {
+    add(cudaLaunchAttributeCooperative).cooperative = 1;
+    return *this;
+  }
+
+  // The kernel may start while the one before it in the stream still runs: it must wait for that
+  // one itself (wait_for_previous_kernel). `possible`: whether the device can do so.
+  Launch& overlapping(bool possible) {
+    if (possible) {
+      add(cudaLaunchAttributeProgrammaticStreamSerialization)
+          .programmaticStreamSerializationAllowed = 1;
+    }
+    return *this;
+  }
+
+  template <class... Parameters>
+  cudaError_t operator()(void (*kernel)(Parameters...),
+                         const std::common_type_t<Parameters>&... parameters) {
+    config_.attrs = attributes_;
+    return cudaLaunchKernelEx(&config_, kernel, parameters...);
+  }
+
+ private:
+  cudaLaunchConfig_t config_ = {};
+  cudaLaunchAttribute attributes_[2];
+
+  cudaLaunchAttributeValue& add(cudaLaunchAttributeID id) {
+    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+    attribute.id = id;
+    return attribute.val;
+  }
+};
 
 // Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
 // more blocks than all devices offer. `prepared`: of this kernel, a bit for each device.
@@ -101,6 +94,31 @@ inline cudaError_t allow_blocks(const void* kernel, int bytes, bool large_cluste
   }
   if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
   return error;
+}
+
+// How many blocks of a kernel a multiprocessor of the current device holds. What was found is kept:
+// to ask takes longer than to launch.
+inline cudaError_t blocks_per_multiprocessor(int& blocks, const void* kernel, int threads,
+                                             int shared_bytes) {
+  struct Known {
+    const void* kernel = nullptr;
+    int device = -1, threads = 0, shared_bytes = 0, blocks = 0;
+  };
+  thread_local Known known[256];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const uintptr_t mixed = reinterpret_cast<uintptr_t>(kernel) / 16 + threads + 31 * device;
+  Known& here = known[mixed % std::size(known)];
+  if (here.kernel != kernel || here.device != device || here.threads != threads ||
+      here.shared_bytes != shared_bytes) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&here.blocks, kernel, threads,
+                                                          static_cast<size_t>(shared_bytes));
+    if (error != cudaSuccess) return error;
+    here = {kernel, device, threads, shared_bytes, here.blocks};
+  }
+  blocks = here.blocks;
+  return cudaSuccess;
 }
 
 template <class T>

@@ -519,10 +519,11 @@ int64_t most_forward_threads(const DeviceProperties& device) {
   return threads;
 }
 
-bool forward_runs(Kernel kernel, int64_t chunks, const DeviceProperties& device) {
+bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
-      return chunks <= kWarpSize * kRegisterChunks;
+      // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
+      return chunks <= (uneven ? kWarpSize / 2 : kWarpSize) * kRegisterChunks;
     case Kernel::kRows:
       return chunks <= most_forward_threads(device) * kForwardChunks;
     case Kernel::kCluster:
@@ -561,8 +562,11 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
 
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block. Of a copy, bfloat16 on an H200, by columns and in chunks:
-// 257 columns .82 and .31, 1023 .89 and .82, 2049 .72 and .57, 3001 .84 and .78, 4095 .82 and .86;
-// with float32 parameters 4095 .79 and .63, 12289 .48 and .47.
+// 257 columns .82 and .31, 1023 .85 and .80, 2049 .70 and .57, 2501 .76 and .67; with float32
+// parameters 4095 .79 and .63, 12289 .48 and .47. Chunks are better where they leave few lanes of
+// one warp idle, or of two: 1701 columns .80 and .79, 1801 .74 and .79, 2047 .76 and .81, 2701 .71
+// and .71, 2901 .72 and .74. (Of float32, which has half as many columns in a chunk, they are not:
+// 3001 .94 and .91.)
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
   const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
@@ -570,6 +574,8 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
       problem.cols <= kWarpSize || problem.cols > most_threads * kMostElementColumns) {
     return false;
   }
+  const bool fills_warps = (problem.cols > 1750 && problem.cols <= 2048) || problem.cols > 2750;
+  if (fills_warps && problem.one_dtype && size_in_bytes(problem.x_dtype) == 2) return false;
   ForwardPlan plan;
   shape_elements(plan, problem);
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
@@ -603,17 +609,17 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 // `uneven`: rows end within a chunk, and so are never aligned.
 Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool uneven,
                              const DeviceProperties& device, const PlanRequest& request) {
-  if (request.kernel && forward_runs(*request.kernel, chunks, device)) {
+  if (request.kernel && forward_runs(*request.kernel, chunks, uneven, device)) {
     return *request.kernel;
   }
   const bool rings = forward_ring_shape(problem, chunks, device, request).has_value();
   if (request.kernel == Kernel::kRing && rings) return Kernel::kRing;
   if (elements_run(problem, device)) return Kernel::kElements;
-  // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
-  if (chunks <= (uneven ? kWarpSize / 2 : kWarpSize) * kRegisterChunks) return Kernel::kShortRows;
-  if (forward_runs(Kernel::kRows, chunks, device)) return Kernel::kRows;
+  const auto runs = [&](Kernel kernel) { return forward_runs(kernel, chunks, uneven, device); };
+  if (runs(Kernel::kShortRows)) return Kernel::kShortRows;
+  if (runs(Kernel::kRows)) return Kernel::kRows;
   if (rings) return Kernel::kRing;
-  return forward_runs(Kernel::kCluster, chunks, device) ? Kernel::kCluster : Kernel::kSplit;
+  return runs(Kernel::kCluster) ? Kernel::kCluster : Kernel::kSplit;
 }
 
 // A row in one warp or less. Blocks have about 4 KB of x, in one row or many: the smallest and most
@@ -639,14 +645,14 @@ void shape_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
   const bool few = chunks <= most * kRegisterChunks;
   plan.chunks_per_thread = few ? kRegisterChunks : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
-  plan.shared_chunks = few ? 0 : forward_shared_chunks(plan.vectorized);
+  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
 }
 
 void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
   plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
-  plan.shared_chunks = forward_shared_chunks(plan.vectorized);
+  plan.shared_chunks = forward_shared_chunks(kForwardChunks, plan.vectorized);
 }
 
 // Blocks of the ring: one on nearly every multiprocessor. In pairs all find a place: 4096 x 65536
@@ -685,6 +691,8 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
   const bool uneven = problem.cols % columns != 0;
   ForwardPlan plan;
+  plan.sm_count = device.sm_count;
+  plan.overlap_launches = device.compute_capability >= 90;
   plan.kernel = choose_forward_kernel(problem, chunks, uneven, device, request);
   plan.vectorized = problem.aligned && !uneven;
   switch (plan.kernel) {

@@ -70,10 +70,12 @@ constexpr int kLeastElementPairs = 4;    // of columns, of a lane of kElements i
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 
-// Of kForwardChunks, those in shared memory. With two in registers an SM holds three blocks of 512
-// threads.
-constexpr int forward_shared_chunks(bool vectorized) {
-  return kForwardChunks - (vectorized ? 2 : kRegisterChunks);
+// Of a thread's chunks, those in shared memory. With two in registers an SM holds three blocks of
+// 512 threads that have kForwardChunks each, and where rows are not aligned four of 320 with
+// kRegisterChunks.
+constexpr int forward_shared_chunks(int chunks, bool vectorized) {
+  if (chunks == kRegisterChunks) return vectorized ? 0 : 2;
+  return chunks - (vectorized ? 2 : kRegisterChunks);
 }
 
 // Shared memory that a warp of the forward takes: for its chunks that are not in registers, and for
@@ -105,6 +107,8 @@ struct ForwardPlan {
   int64_t blocks = 0;
   int shared_bytes = 0;  // of each block, for chunks and for rows that are not aligned
   int64_t workspace_bytes = 0;
+  int sm_count = 1;               // of the device
+  bool overlap_launches = false;  // whether a kernel can start before the one before it has ended
 };
 
 // Where dw and db come from.

@@ -938,10 +938,11 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
                      kSpan == RingSpan::kCluster, prepared);
     if (error != cudaSuccess) return error;
     if constexpr (kSpan == RingSpan::kGrid) {
-      return launch_together(kernel, plan.blocks, dim3(threads), bytes, stream, p);
+      return Launch(plan.blocks, dim3(threads), stream).with_shared(bytes).together()(kernel, p);
     } else {
-      return launch_dynamic(kernel, plan.blocks, dim3(threads), plan.cluster_size * plan.merged,
-                            bytes, stream, p);
+      return Launch(plan.blocks, dim3(threads), stream)
+          .with_shared(bytes)
+          .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
     }
   };
   if (plan.cluster_size > kLargeClusterSize) {

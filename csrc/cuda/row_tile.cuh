@@ -47,7 +47,7 @@ class RowTile {
   // Of shared memory, for each warp.
   static constexpr int kGranules = kShared * kWarpSize + (kVectorized ? 0 : Stage::kGranules);
   static_assert(kGranules * kChunkBytes == forward_shared_bytes(kShared, kVectorized));
-  static_assert(kVectorized || kGranules == SpanStage<kChunks>::kGranules);
+  static_assert(kVectorized || kGranules >= SpanStage<kChunks>::kGranules);
 
   // `shared` is the block's dynamic shared memory.
   __device__ __forceinline__ RowTile(uint4* shared, const RowSpan& span)

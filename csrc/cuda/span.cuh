@@ -47,28 +47,34 @@ __device__ __forceinline__ void store_granule(uint4* target, const Granule& gran
   *target = make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
 }
 
-// Shared memory through which one warp moves 32 * kChunks chunks of 16 bytes that start anywhere.
-template <int kChunks>
+// Shared memory through which a warp, or a team of kLanes of its lanes (eight at the least), moves
+// kLanes * kChunks chunks of 16 bytes that start anywhere. The whole warp comes to each function,
+// if need be with nothing to do.
+template <int kChunks, int kLanes = kWarpSize>
 struct SpanStage {
-  static constexpr int kGranules = kWarpSize * kChunks + 1;
+  static constexpr int kGranules = kLanes * kChunks + 1;
+  struct Buffer {
+    uint4 granules[kGranules];
+  };
   uint4* granules;
 
   // Copies the granules in which `cols` elements (no more than fit) at `source` lie, all at once,
   // and waits for them. Whole granules, and so perhaps bytes around the row, but none from `end`
-  // on, where the tensor's memory ends. The whole warp comes here.
+  // on, where the tensor's memory ends.
   template <class T>
   __device__ __forceinline__ void fetch(const T* source, int cols, const T* end) const {
     constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(T));
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kLanes;
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
     const T* const origin = source - offset / static_cast<int>(sizeof(T));
     const auto* const memory = reinterpret_cast<const uint4*>(origin);
-    int wanted = (offset + cols * static_cast<int>(sizeof(T)) + kChunkBytes - 1) / kChunkBytes;
-    const bool cut = origin + static_cast<int64_t>(wanted) * kElements > end;
+    const int bytes = cols * static_cast<int>(sizeof(T));
+    int wanted = cols > 0 ? (offset + bytes + kChunkBytes - 1) / kChunkBytes : 0;
+    const bool cut = cols > 0 && origin + static_cast<int64_t>(wanted) * kElements > end;
     if (cut) --wanted;  // only a tensor's last granule
 #pragma unroll
     for (int k = 0; k <= kChunks; ++k) {
-      const int i = k * kWarpSize + lane;
+      const int i = k * kLanes + lane;
       if (i < wanted && (k < kChunks || lane == 0)) start_copy(granules + i, memory + i);
     }
     if (cut) {
@@ -84,8 +90,24 @@ struct SpanStage {
   // `bits` say (see with_offset). What lies beyond the last element is not defined.
   template <int kWord>
   __device__ __forceinline__ Granule shifted(int k, int bits) const {
-    const uint4* const granule = granules + k * kWarpSize + threadIdx.x % kWarpSize;
+    const uint4* const granule = granules + k * kLanes + threadIdx.x % kLanes;
     return shift<kWord>(load_granule(granule), load_granule(granule + 1), bits);
+  }
+
+  // All of this lane's chunks of what has been fetched from `source`.
+  template <class T, int kColumns>
+  __device__ __forceinline__ void shift_into(Pack<T, kColumns> (&chunks)[kChunks],
+                                             const T* source) const {
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(source) % kChunkBytes);
+    with_offset(offset, [&](auto word, int bits) {
+      constexpr int kWord = decltype(word)::value;
+      if constexpr (kWord < 4) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          chunks[k] = to_pack<T, kColumns>(shifted<kWord>(k, bits));
+        }
+      }
+    });
   }
 
   // The place of element i of what is to be written.
@@ -98,12 +120,12 @@ struct SpanStage {
   __device__ __forceinline__ void open() const { __syncwarp(); }
 
   // Writes the first `count` elements (no more than fit) to `target`, in whole granules but for the
-  // first and the last one. The whole warp comes here.
+  // first and the last one.
   template <class T>
   __device__ __forceinline__ void store(T* target, int count) const {
     constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(T));
     __syncwarp();
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane = threadIdx.x % kLanes;
     const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kChunkBytes);
     const int before = offset / static_cast<int>(sizeof(T));  // elements of others
     auto* const memory = reinterpret_cast<uint4*>(target - before);
@@ -119,7 +141,7 @@ struct SpanStage {
       if (lane < end && (lane > 0 || offset == 0)) write(lane);
 #pragma unroll
       for (int k = 1; k < kChunks; ++k) {
-        if (k * kWarpSize + lane < end) write(k * kWarpSize + lane);
+        if (k * kLanes + lane < end) write(k * kLanes + lane);
       }
     });
     const T* const staged = reinterpret_cast<const T*>(granules);

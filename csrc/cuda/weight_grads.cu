@@ -64,9 +64,9 @@ cudaError_t launch_finish(const FinishParameters<A>& p, cudaStream_t stream) {
     across *= 2;
   }
   const int64_t columns = int64_t{across} * kVector;
-  return launch_overlapping(p.overlap, finish_kernel<A, kVector>,
-                            dim3(static_cast<unsigned>((p.cols + columns - 1) / columns), 2),
-                            dim3(across, kFinishThreads / across), stream, p);
+  const dim3 blocks(static_cast<unsigned>((p.cols + columns - 1) / columns), 2);
+  return Launch(blocks, dim3(across, kFinishThreads / across), stream)
+      .overlapping(p.overlap)(finish_kernel<A, kVector>, p);
 }
 
 }  // namespace

@@ -150,9 +150,8 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
   p.db_partials = db_partials;
   p.tiles = plan.column_tiles;
   p.slices = plan.partials;
-  return launch(plan.vectorized ? column_sums<X, DY, true> : column_sums<X, DY, false>,
-                plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows), 1,
-                stream, p);
+  return Launch(plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows),
+                stream)(plan.vectorized ? column_sums<X, DY, true> : column_sums<X, DY, false>, p);
 }
 
 // Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where
