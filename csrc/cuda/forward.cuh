@@ -393,7 +393,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
-  constexpr int kFewChunksBlocks = kVectorized ? kBlocks : 3;
+  constexpr int kFewChunksBlocks = kVectorized ? kBlocks : std::is_same_v<X, double> ? 2 : 3;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   constexpr int kFewShared = forward_shared_chunks(kRegisterChunks, kVectorized);
   switch (plan.kernel) {

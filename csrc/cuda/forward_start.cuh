@@ -8,6 +8,11 @@
 
 namespace fastnorm::cuda {
 
+// Not rows of float64: 16384 x 4096 of them took 331 us on an H200 with all of this, 264 us
+// without.
+template <class X>
+constexpr bool kTakesTurns = sizeof(X) < sizeof(double);
+
 // Asks the L2 cache for the granules that lie within `count` elements.
 template <class T>
 __device__ __forceinline__ void send_for(const T* elements, int64_t count) {
@@ -27,6 +32,7 @@ __device__ __forceinline__ void send_for(const T* elements, int64_t count) {
 // had sent for them, 132.5 us so, 16384 x 1024 23.1 and 22.3 us.
 template <class X, class Y, class W>
 __device__ __forceinline__ void start_block(const ForwardParameters<X, Y, W>& p) {
+  if constexpr (!kTakesTurns<X>) return;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
@@ -52,7 +58,7 @@ template <class X, class Y, class W>
 cudaError_t launch_in_turns(void (*kernel)(const ForwardParameters<X, Y, W>), dim3 threads,
                             ForwardParameters<X, Y, W> p, const ForwardPlan& plan,
                             cudaStream_t stream) {
-  if (plan.cluster_size == 1) {
+  if (kTakesTurns<X> && plan.cluster_size == 1) {
     int resident = 0;
     const cudaError_t error =
         blocks_per_multiprocessor(resident, reinterpret_cast<const void*>(kernel),
@@ -67,7 +73,7 @@ cudaError_t launch_in_turns(void (*kernel)(const ForwardParameters<X, Y, W>), di
   return Launch(plan.blocks, threads, stream)
       .with_shared(plan.shared_bytes)
       .in_clusters(plan.cluster_size)
-      .overlapping(plan.overlap_launches)(kernel, p);
+      .overlapping(kTakesTurns<X> && plan.overlap_launches)(kernel, p);
 }
 
 }  // namespace fastnorm::cuda
