@@ -96,8 +96,8 @@ inline cudaError_t allow_blocks(const void* kernel, int bytes, bool large_cluste
   return error;
 }
 
-// How many blocks of a kernel a multiprocessor of the current device holds. What was found is kept:
-// to ask takes longer than to launch.
+// How many blocks of a kernel a multiprocessor of the current device holds. What was found is kept,
+// so that a launch need not ask the driver again.
 inline cudaError_t blocks_per_multiprocessor(int& blocks, const void* kernel, int threads,
                                              int shared_bytes) {
   struct Known {
