@@ -112,10 +112,11 @@ inline cudaError_t blocks_per_multiprocessor(int& blocks, const void* kernel, in
   Known& here = known[mixed % std::size(known)];
   if (here.kernel != kernel || here.device != device || here.threads != threads ||
       here.shared_bytes != shared_bytes) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&here.blocks, kernel, threads,
+    int found = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads,
                                                           static_cast<size_t>(shared_bytes));
     if (error != cudaSuccess) return error;
-    here = {kernel, device, threads, shared_bytes, here.blocks};
+    here = {kernel, device, threads, shared_bytes, found};
   }
   blocks = here.blocks;
   return cudaSuccess;
