@@ -50,10 +50,13 @@ def capacity(plan: dict[str, Any], dtype: str) -> int:
     """Columns of a row that the planned threads hold."""
     if plan["kernel"] in ("elements", "few_elements"):
         return plan["threads_per_row"] * plan["columns_per_thread"] * plan["cluster_size"]
-    return (
+    held = (
         plan["threads_per_row"] * plan["chunks_per_thread"] * plan["cluster_size"]
         * plan["segments"] * chunk_columns(dtype)
     )  # fmt: skip
+    # The forward's last warp also takes the columns behind a row's last whole chunk.
+    behind = plan["kernel"] == "rows" and "shared_bytes" in plan and not plan["vectorized"]
+    return held + (chunk_columns(dtype) - 1 if behind else 0)
 
 
 def all_plans(direction: str, dtype: str, gpu: tuple[int, int]) -> Any:

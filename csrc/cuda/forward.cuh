@@ -267,7 +267,9 @@ template <class X, class Y, class W, int kMaxThreads, int kMinBlocks, int kChunk
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     forward_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
-  using RowSpan = Span<X, kChunks>;
+  constexpr bool kOverhang = !kVectorized && !kCluster;
+  using Tile = RowTile<X, Y, kChunks, kShared, kVectorized, kOverhang>;
+  using RowSpan = typename Tile::RowSpan;
   extern __shared__ uint4 shared_chunks[];
   __shared__ SetMoments<A> warp_moments[kMaxThreads / kWarpSize];
   __shared__ SetMoments<A> block_moments[kMaxClusterSize];
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int begin = block_begin + warp * RowSpan::kSize;
   const int cols = static_cast<int>(p.cols);
   const RowSpan span{begin, cols - begin, static_cast<int>(threadIdx.x % kWarpSize)};
-  RowTile<X, kChunks, kShared, kVectorized> tile(shared_chunks, span);
+  Tile tile(shared_chunks, span);
   tile.load(p.x + row * p.x_row_stride, p.x_end);
 
   SetMoments<A> moments = tile.moments();
@@ -301,10 +303,33 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     cluster_wait();
     moments = merge_sets(block_moments, cols, block_size, p.inverse_cols);
   } else {
-    moments = merge_sets(warp_moments, cols, RowSpan::kSize, p.inverse_cols);
+    const int overhang = kOverhang && cols >= Tile::kColumns ? cols % Tile::kColumns : 0;
+    moments = merge_sets(warp_moments, cols, RowSpan::kSize, p.inverse_cols, overhang);
   }
   const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
   if (threadIdx.x == 0 && rank == 0) {
+    p.mean[row] = moments.mean;
+    p.rstd[row] = rstd;
+  }
+  tile.write(p.y + row * p.cols, moments.mean, rstd, p.weight, p.bias);
+}
+
+// Rows that are not aligned, one for each warp of the block.
+template <class X, class Y, class W>
+__global__ void __launch_bounds__(kShortRowThreads, (kEarlyParameters<X, W> ? 16 : 8))
+    forward_warp_rows(const ForwardParameters<X, Y, W> p) {
+  using A = Accumulator<X>;
+  using Tile = RowTile<X, Y, kRegisterChunks, 0, false, true>;
+  extern __shared__ uint4 shared_chunks[];
+  start_block(p);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= p.rows) return;
+  const int lane = threadIdx.x;
+  Tile tile(shared_chunks + threadIdx.y * Tile::kGranules, {0, static_cast<int>(p.cols), lane});
+  tile.load(p.x + row * p.x_row_stride, p.x_end);
+  const SetMoments<A> moments = tile.moments();
+  const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+  if (lane == 0) {
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;
   }
@@ -331,6 +356,10 @@ struct ForwardSegment {
   }
 };
 
+template <class X, class Y, bool kVectorized>
+using SegmentTile =
+    RowTile<X, Y, kForwardChunks, kForwardChunks - kRegisterChunks, kVectorized, false>;
+
 template <class X, class Y, class W, bool kVectorized>
 __global__ void __launch_bounds__(kSegmentThreads)
     forward_segment_moments(const ForwardParameters<X, Y, W> p) {
@@ -339,8 +368,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   extern __shared__ uint4 shared_chunks[];
   __shared__ SetMoments<A> warp_moments[kSegmentThreads / kWarpSize];
   const ForwardSegment<X> segment(p.cols, p.segments);
-  RowTile<X, kForwardChunks, kForwardChunks - kRegisterChunks, kVectorized> tile(shared_chunks,
-                                                                                 segment.span);
+  SegmentTile<X, Y, kVectorized> tile(shared_chunks, segment.span);
   tile.load(p.x + segment.row * p.x_row_stride + segment.begin, p.x_end);
   const SetMoments<A> moments = tile.moments();
   if (segment.span.lane == 0) warp_moments[threadIdx.x / kWarpSize] = moments;
@@ -357,8 +385,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   using A = Accumulator<X>;
   extern __shared__ uint4 shared_chunks[];
   const ForwardSegment<X> segment(p.cols, p.segments);
-  RowTile<X, kForwardChunks, kForwardChunks - kRegisterChunks, kVectorized> tile(shared_chunks,
-                                                                                 segment.span);
+  SegmentTile<X, Y, kVectorized> tile(shared_chunks, segment.span);
   tile.load(p.x + segment.row * p.x_row_stride + segment.begin, p.x_end);
   const SetMoments<A> moments =
       merge_many_sets<A, int64_t>(p.segment_moments + segment.row * p.segments, p.segments, p.cols,
@@ -393,7 +420,6 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
-  constexpr int kFewChunksBlocks = kVectorized ? kBlocks : std::is_same_v<X, double> ? 2 : 3;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   constexpr int kFewShared = forward_shared_chunks(kRegisterChunks, kVectorized);
   switch (plan.kernel) {
@@ -431,17 +457,19 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       return cudaErrorInvalidValue;
     case Kernel::kRows:
       if (plan.chunks_per_thread == kRegisterChunks) {
-        if constexpr (!kVectorized && kEarlyParameters<X, W>) {  // else it would spill
-          // 16384 x 8192 bfloat16, one element off: 151 us on an H200, 159 us with 384 threads.
-          if (plan.threads_per_row <= 320) {
-            return launch_rows(forward_rows<X, Y, W, 320, 4, 4, kFewShared, false, false>);
-          }
+        if constexpr (!kVectorized) {
+          if (plan.threads_per_row == kWarpSize) return launch_rows(forward_warp_rows<X, Y, W>);
+        }
+        // Not aligned, rows of 384 threads have 56 registers, for three blocks of them find a place
+        // on an SM then (4096 x 12289 bfloat16 took 66.5 us on an H200, 75.5 us by two), others 64.
+        constexpr int kUnalignedBlocks = kFew ? 3 : 2;
+        const bool narrow = plan.threads_per_row <= 384;
+        if (narrow && (kVectorized || !kFew || plan.threads_per_row == 384)) {
+          return launch_rows(forward_rows < X, Y, W, 384, kVectorized ? kBlocks : kUnalignedBlocks,
+                             4, kFewShared, false, kVectorized >);
         }
         return launch_rows(
-            plan.threads_per_row <= 384
-                ? forward_rows<X, Y, W, 384, kFewChunksBlocks, 4, kFewShared, false, kVectorized>
-                : forward_rows<X, Y, W, 512, std::min(kFewChunksBlocks, 2), 4, kFewShared, false,
-                               kVectorized>);
+            forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, kFewShared, false, kVectorized>);
       }
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, false, kVectorized>);
     case Kernel::kCluster:

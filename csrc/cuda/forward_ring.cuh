@@ -452,8 +452,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     }
     float inverse = 1.f / RowSpan::kSize;
     if (!kWhole) inverse = span.cols > 0 ? quotient(1.f, static_cast<float>(span.cols)) : 0.f;
-    return merge_lanes<kWarpSize, true>(Set{thread.mean, thread.m2},
-                                        kWhole ? float(kChunks * kColumns) : thread.count, inverse);
+    return merge_warp(thread, inverse);
   };
   const auto moments_of = [&](unsigned slot) {
     return whole ? sum_span(slot, std::true_type()) : sum_span(slot, std::false_type());

@@ -74,44 +74,48 @@ __device__ __forceinline__ void find_lacking(A (&lacks)[kRows], const A (&distan
   }
 }
 
-// Of a thread's first `count` columns.
+// Of a thread's columns, of differences from the mean of its first chunk: that chunk takes two
+// passes, all others one. The sum of squares is at most as many times that about the thread's own
+// mean as it has chunks, for a chunk's mean is no farther from it than those of the chunk's columns
+// together: nothing cancels that would matter.
 template <class A>
 struct ThreadMoments {
-  A mean = 0;
-  A m2 = 0;
+  static constexpr A kShare = A(1.0 / 64);
+  A reference = 0;
+  A sum = 0;  // of the differences, of each but kShare: 64 of 1e37 have no sum in float32
+  A squares = 0;
   A count = 0;
 
-  // Adds the thread's chunk k, after those before it, if it exists: two passes over the chunk, then
-  // Chan, Golub and LeVeque's rule, whose quotients are constants.
+  // Adds the thread's chunk k, after those before it, if it exists.
   template <class X, int kColumns>
   __device__ __forceinline__ void add_chunk(int k, const Pack<X, kColumns>& chunk, bool exists) {
-    A values[kColumns];
+    A new_sum = sum, new_squares = squares;
+    if (k == 0) {
+      A values[kColumns];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) values[i] = chunk.template get<A>(i);
-    const A chunk_mean = tree_mean(values);
-    A sum = k == 0 ? A(0) : m2;
+      for (int i = 0; i < kColumns; ++i) values[i] = chunk.template get<A>(i);
+      const A mean = tree_mean(values);
+      const A finite = reference_point(mean);
+      reference = exists ? finite : A(0);
+      new_sum = mean - finite;  // none, or not finite
+    }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const A delta = chunk.template get<A>(i) - chunk_mean;
-      sum = fma(delta, delta, sum);
+      const A delta = chunk.template get<A>(i) - reference;
+      if (k > 0) new_sum = fma(delta, kShare, new_sum);
+      new_squares = fma(delta, delta, new_squares);
     }
-    const A delta = chunk_mean - mean;
-    A new_mean = k == 0 ? chunk_mean : fma(delta, A(1.0 / (k + 1)), mean);
-    // It stays, unless it meets the other infinity or NaN; the difference is infinite as well.
-    if (k > 0 && isinf(mean)) new_mean = mean + chunk_mean;
-    const A new_m2 = k == 0 ? sum : fma(delta * delta, A(double(kColumns) * k / (k + 1)), sum);
-    mean = exists ? new_mean : mean;
-    m2 = exists ? new_m2 : m2;
+    sum = exists ? new_sum : sum;
+    squares = exists ? new_squares : squares;
     count = exists ? A(kColumns * (k + 1)) : count;
   }
 
   // Adds one more column.
   __device__ __forceinline__ void add(A value) {
-    const A delta = value - mean;
-    const A share = quotient(A(1), count + 1);
-    const A new_mean = fma(delta, share, mean);
-    mean = isinf(mean) ? mean + value : new_mean;
-    m2 = fma(delta * (count * share), delta, m2);  // no infinity times zero where this is the first
+    if (count == 0) reference = reference_point(value);
+    const A delta = value - reference;
+    sum = fma(delta, kShare, sum);
+    squares = fma(delta, delta, squares);
     count += 1;
   }
 };
@@ -123,53 +127,108 @@ struct SetMoments {
   A m2 = 0;
 };
 
+// The moments of what the threads of a warp have, in all of them; the first lane's is not nothing.
+// Two passes, as in merge_lanes, but that the sum of squares of differences from the mean is made
+// of that of differences from the thread's point of reference. Where one outlier moves the first
+// lane's far off, the mean is mended.
+template <class A>
+__device__ __forceinline__ SetMoments<A> merge_warp(const ThreadMoments<A>& thread,
+                                                    A inverse_total) {
+  constexpr A kTimes = 1 / ThreadMoments<A>::kShare;
+  const A reference = __shfl_sync(kAllLanes, thread.reference, 0);
+  const A share = thread.count * inverse_total;
+  const A sum = thread.sum * (kTimes * inverse_total);
+  A values[] = {fma(share, thread.reference - reference, sum)};
+  sum_lanes<kWarpSize>(values);
+  A mean = reference + values[0];
+  const A delta = thread.reference - mean;
+  const A twice = thread.sum * (2 * kTimes);
+  values[0] = fma(delta, fma(thread.count, delta, twice), thread.squares);
+  if (isinf(thread.squares)) values[0] = thread.squares;  // and not NaN, of two that overflow
+  sum_lanes<kWarpSize>(values);
+  const A m2 = values[0];
+  // (For all rows, 8192 columns of bfloat16 took 1.5 % more time.)
+  if (is_far<1>(reference - mean, m2 * inverse_total)) {
+    values[0] = fma(share, delta, sum);
+    sum_lanes<kWarpSize>(values);
+    mean += lacking(values[0]);
+  }
+  return {mean, m2 + (mean - mean)};  // not a number where there is no mean
+}
+
 // The moments of the union of the sets of kWidth neighbouring lanes (a power of two), in all of
 // them; the first lane's set is not empty. Two passes over the sets' means: no division by counts,
-// and equal means leave no variance. kSmall: the sets are so small that one outlier moves the mean
-// of the first far off; all groups of kWidth lanes have the same sets then.
-template <int kWidth, bool kSmall = false, class A>
+// and equal means leave no variance.
+template <int kWidth, class A>
 __device__ __forceinline__ SetMoments<A> merge_lanes(const SetMoments<A>& set, A count,
                                                      A inverse_total) {
   const A reference = reference_point(__shfl_sync(kAllLanes, set.mean, 0, kWidth));
   const A share = count * inverse_total;
   A values[] = {share * (set.mean - reference)};
   sum_lanes<kWidth>(values);
-  A mean = reference + values[0];
+  const A mean = reference + values[0];
   const A delta = set.mean - mean;
   values[0] = fma(count * delta, delta, set.m2);
   sum_lanes<kWidth>(values);
-  const A m2 = values[0];
-  // (For all rows, 8192 columns of bfloat16 took 1.5 % more time.)
-  if (kSmall && is_far<1>(reference - mean, m2 * inverse_total)) {
-    values[0] = share * delta;
-    sum_lanes<kWidth>(values);
-    mean += lacking(values[0]);
-  }
-  return {mean, m2};
+  return {mean, values[0]};
 }
 
 // How many of `columns` columns, `size` to each set, are in set `index`; as a float, for it is
-// multiplied with.
+// multiplied with. The last `overhang` of them are in the set of the one before them.
 template <class A>
-__device__ __forceinline__ A columns_of_set(int columns, int size, int index) {
-  const A left = static_cast<A>(columns - index * size);
-  return fmax(A(0), fmin(left, static_cast<A>(size)));
+__device__ __forceinline__ A columns_of_set(int columns, int size, int index, int overhang = 0) {
+  const int left = columns - overhang - index * size;
+  const A count = fmax(A(0), fmin(static_cast<A>(left), static_cast<A>(size)));
+  return left > 0 && left <= size ? count + static_cast<A>(overhang) : count;
+}
+
+// The same one after the other, without shuffles, of kFew at the most. `whole`: columns but for
+// those that the last set has beside its size.
+template <int kFew, class A>
+__device__ __forceinline__ SetMoments<A> merge_few_sets(const SetMoments<A>* sets, int columns,
+                                                        int size, A inverse_columns, int whole) {
+  A means[kFew], squares[kFew], counts[kFew];
+#pragma unroll
+  for (int i = 0; i < kFew; ++i) {
+    const SetMoments<A> set = sets[i];
+    const bool exists = i * size < whole;
+    means[i] = exists ? set.mean : A(0);
+    squares[i] = exists ? set.m2 : A(0);
+    counts[i] = static_cast<A>((i + 1) * size < whole ? size : exists ? columns - i * size : 0);
+  }
+  const A reference = reference_point(means[0]);
+  A difference = 0, m2 = 0;
+#pragma unroll
+  for (int i = 0; i < kFew; ++i) {
+    difference = fma(counts[i] * inverse_columns, means[i] - reference, difference);
+  }
+  const A mean = reference + difference;
+#pragma unroll
+  for (int i = 0; i < kFew; ++i) {
+    const A delta = means[i] - mean;
+    m2 += fma(counts[i] * delta, delta, squares[i]);
+  }
+  return {mean, m2};
 }
 
 // The moments of `columns` columns, cut into sets of `size` but for the last one, in every lane of
 // the calling warp. At most 32 sets.
 template <class A>
 __device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, int columns,
-                                                    int size, A inverse_columns) {
+                                                    int size, A inverse_columns, int overhang = 0) {
   const int lane = threadIdx.x % kWarpSize;
   const auto merge = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     const int index = lane % kWidth;
-    const A count = columns_of_set<A>(columns, size, index);
+    const A count = columns_of_set<A>(columns, size, index, overhang);
     return merge_lanes<kWidth>(count > 0 ? sets[index] : SetMoments<A>(), count, inverse_columns);
   };
-  if (columns <= size) return sets[0];
-  if (columns <= 8 * size) return merge(std::integral_constant<int, 8>());
+  constexpr int kFew = 4;
+  const int whole = columns - overhang;
+  if (whole <= size) return sets[0];
+  if (whole <= kFew * size)
+    return merge_few_sets<kFew>(sets, columns, size, inverse_columns, whole);
+  if (whole <= 8 * size) return merge(std::integral_constant<int, 8>());
   return merge(std::integral_constant<int, kWarpSize>());
 }
 

@@ -506,13 +506,16 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   }
 }
 
+// The most warps of an uneven row whose parameters have another dtype, with kRegisterChunks.
+constexpr int64_t kMaxUnevenWarps = 12;
+
 // Shared memory of a block of the forward beside what its plan says.
 constexpr int kReductionBytes = 2048;
 
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
 // aligned.
 int64_t most_forward_threads(const DeviceProperties& device) {
-  constexpr int kWarpBytes = forward_shared_bytes(kForwardChunks - kRegisterChunks, false);
+  constexpr int kWarpBytes = forward_shared_bytes(kForwardChunks - kRegisterChunks, true);
   const int64_t room = shared_bytes_of(device) - kReductionBytes;
   int64_t threads = kMaxThreadsPerRow;
   while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
@@ -560,22 +563,35 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   }
 }
 
+// Whether whole chunks leave few lanes of their warps idle: rows that are not aligned, but
+// realigned in registers, are faster then than by columns. Of a copy, on an H200, in chunks and by
+// columns: bfloat16 901 columns .85 and .86, 937 .87 and .87, 1023 .92 and .88, 1025 .93 and .68,
+// 1701 .81 and .81, 2049 .92 and .73, 2101 .70 and .72, 2401 .78 and .75; float32 385 .92 and .96,
+// 449 .97 and .93, 865 .95 and .97, 897 .97 and .94, 1351 .95 and .97, 1501 .99 and .98, 1701 .95
+// and .99, 1801 .98 and .96; bfloat16 with float32 parameters 1023 .72 and .82, 1801 .76 and .78,
+// 2049 .84 and .75, 4095 .78 and .75, 12289 .66 and .51.
+bool chunks_fill_warps(const ForwardProblem& problem) {
+  const int64_t chunks = problem.cols / chunk_columns(problem.x_dtype);
+  const int64_t warps = ceil_div(chunks, int64_t{kWarpSize} * kRegisterChunks);
+  const double busy =
+      static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
+  if (!problem.one_dtype) return warps > 1 && warps <= kMaxUnevenWarps && busy >= 0.92;
+  if (size_in_bytes(problem.x_dtype) == 2) {
+    return busy >= (warps == 1 ? 0.91 : warps == 2 ? 0.82 : 0.71);
+  }
+  return busy >= (warps == 1 || warps == 2 || warps == 4 ? 0.86 : 0.97);
+}
+
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
-// take many registers, all of a block. Of a copy, bfloat16 on an H200, by columns and in chunks:
-// 257 columns .82 and .31, 1023 .85 and .80, 2049 .70 and .57, 2501 .76 and .67; with float32
-// parameters 4095 .79 and .63, 12289 .48 and .47. Chunks are better where they leave few lanes of
-// one warp idle, or of two: 1701 columns .80 and .79, 1801 .74 and .79, 2047 .76 and .81, 2701 .71
-// and .71, 2901 .72 and .74. (Of float32, which has half as many columns in a chunk, they are not:
-// 3001 .94 and .91.)
+// take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
   const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
   if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x ||
-      problem.cols <= kWarpSize || problem.cols > most_threads * kMostElementColumns) {
+      problem.cols <= kWarpSize || problem.cols > most_threads * kMostElementColumns ||
+      chunks_fill_warps(problem)) {
     return false;
   }
-  const bool fills_warps = (problem.cols > 1750 && problem.cols <= 2048) || problem.cols > 2750;
-  if (fills_warps && problem.one_dtype && size_in_bytes(problem.x_dtype) == 2) return false;
   ForwardPlan plan;
   shape_elements(plan, problem);
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
@@ -639,13 +655,20 @@ void shape_short_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
 }
 
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
-// holds two blocks.
-void shape_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
-  const int64_t most = uneven ? kWarpSize : kMaxThreadsPerRow;
-  const bool few = chunks <= most * kRegisterChunks;
-  plan.chunks_per_thread = few ? kRegisterChunks : kForwardChunks;
+// holds two blocks (384 of uneven rows with parameters of another dtype, of which it holds as
+// many); or in a warp of one, where that is enough and the rows are not aligned. The columns behind
+// the last whole chunk take no thread of their own.
+void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
+  const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
+  const bool uneven = problem.cols % columns != 0;
+  const int64_t most =
+      uneven && !problem.one_dtype ? kMaxUnevenWarps * kWarpSize : kMaxThreadsPerRow;
+  plan.chunks_per_thread = chunks <= most * kRegisterChunks ? kRegisterChunks : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
   plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
+  if (!plan.vectorized && plan.threads_per_row == kWarpSize) {
+    plan.rows_per_block = kShortRowThreads / kWarpSize;
+  }
 }
 
 void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
@@ -700,7 +723,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_short_rows(plan, chunks, uneven);
       break;
     case Kernel::kRows:
-      shape_rows(plan, chunks, uneven);
+      shape_rows(plan, problem, columns);
       break;
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);
@@ -723,8 +746,9 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   }
   if (plan.kernel == Kernel::kRows || plan.kernel == Kernel::kCluster ||
       plan.kernel == Kernel::kSplit) {
-    plan.shared_bytes = plan.threads_per_row / kWarpSize *
-                        forward_shared_bytes(plan.shared_chunks, plan.vectorized);
+    const bool stages = !plan.vectorized && (plan.shared_chunks > 0 || !problem.y_as_x);
+    plan.shared_bytes = plan.rows_per_block * plan.threads_per_row / kWarpSize *
+                        forward_shared_bytes(plan.shared_chunks, stages);
   }
   plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
   if (plan.kernel == Kernel::kSplit) {

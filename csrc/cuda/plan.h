@@ -71,17 +71,16 @@ constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 
 // Of a thread's chunks, those in shared memory. With two in registers an SM holds three blocks of
-// 512 threads that have kForwardChunks each, and where rows are not aligned four of 320 with
-// kRegisterChunks.
+// 512 threads that have kForwardChunks each.
 constexpr int forward_shared_chunks(int chunks, bool vectorized) {
-  if (chunks == kRegisterChunks) return vectorized ? 0 : 2;
+  if (chunks == kRegisterChunks) return 0;
   return chunks - (vectorized ? 2 : kRegisterChunks);
 }
 
 // Shared memory that a warp of the forward takes: for its chunks that are not in registers, and for
-// a part of a row on its way to or from memory that is not aligned.
-constexpr int forward_shared_bytes(int shared_chunks, bool vectorized) {
-  const int stage = vectorized ? 0 : kRegisterChunks * kWarpSize + 1;
+// what passes a stage on its way to or from memory that is not aligned.
+constexpr int forward_shared_bytes(int shared_chunks, bool stages) {
+  const int stage = stages ? kRegisterChunks * kWarpSize + 1 : 0;
   return (shared_chunks * kWarpSize + stage) * kChunkBytes;
 }
 

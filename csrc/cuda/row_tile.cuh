@@ -2,6 +2,7 @@
 #pragma once
 
 #include "moments.cuh"
+#include "realign.cuh"
 #include "span.cuh"
 
 namespace fastnorm::cuda {
@@ -32,22 +33,27 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
 
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
 // room for the threads, and the bytes on their way, that it takes. A span that is not aligned is
-// copied to shared memory whole, and shifted from there: 8192 x 12289 bfloat16 took 137.5 us on an
-// H200 in two halves, each read when the one before had arrived, 126.5 us so. (y leaves in halves:
-// in the place of x and as one it took 130 us.)
-template <class X, int kChunks, int kShared, bool kVectorized>
+// realigned in registers (realign.cuh), if they hold it and y, of the size of x, after it: 32768 x
+// 4097 bfloat16 took 166 us on an H200 by way of a stage, 145 us so. Else it is copied to shared
+// memory whole, and shifted from there: 8192 x 12289 took 137.5 us in two halves, each read when
+// the one before had arrived, 126.5 us so. (y leaves in halves: in the place of x and as one it
+// took 130 us. And the registers of eight chunks leave room for few threads; realigned in shared
+// memory, each in the place of its lane, 8192 x 16385 took 184 us, by the stage 171 us: too much
+// code.)
+template <class X, class Y, int kChunks, int kShared, bool kVectorized, bool kOverhang>
 class RowTile {
  public:
   using A = Accumulator<X>;
-  using RowSpan = Span<X, kChunks>;
+  using RowSpan = Span<X, kChunks, kOverhang>;
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr int kRegisters = kChunks - kShared;
+  static constexpr bool kStages = !kVectorized && (kShared > 0 || sizeof(Y) != sizeof(X));
   static constexpr int kStaged = kRegisterChunks;  // chunks of y that pass the stage together
   using Stage = SpanStage<kStaged>;
-  // Of shared memory, for each warp.
-  static constexpr int kGranules = kShared * kWarpSize + (kVectorized ? 0 : Stage::kGranules);
-  static_assert(kGranules * kChunkBytes == forward_shared_bytes(kShared, kVectorized));
-  static_assert(kVectorized || kGranules >= SpanStage<kChunks>::kGranules);
+  // Of shared memory, for each warp: chunks, and the stage.
+  static constexpr int kGranules = kShared * kWarpSize + (kStages ? Stage::kGranules : 0);
+  static_assert(kGranules * kChunkBytes == forward_shared_bytes(kShared, kStages));
+  static_assert(!kStages || kGranules >= SpanStage<kChunks>::kGranules);
 
   // `shared` is the block's dynamic shared memory.
   __device__ __forceinline__ RowTile(uint4* shared, const RowSpan& span)
@@ -64,38 +70,14 @@ class RowTile {
       }
 #pragma unroll
       for (int k = 0; k < kRegisters; ++k) {
-        registers_[k] = load_wide<X, kColumns>(row + span_.column(k), span_.has(k));
+        registers_[k] = load_if<X, kColumns>(row + span_.column(k), span_.has(k));
       }
     } else {
-      if (span_.cols <= 0) return;
-      const X* const begin = row + span_.begin;
-      const SpanStage<kChunks> all{shared_ - span_.lane};  // the stage and what lies before it
-      all.fetch(begin, min(span_.cols, RowSpan::kSize), end);
-      const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(begin) % kChunkBytes);
-      const bool has_tail = span_.lane < span_.tail();
-      X tail;
-      if (has_tail) {
-        const int place = span_.tail_column() - span_.begin;
-        tail = *all.template element<X>(offset / static_cast<int>(sizeof(X)) + place);
-      }
-      with_offset(offset, [&](auto word, int bits) {
-        constexpr int kWord = decltype(word)::value;
-        if constexpr (kWord < 4) {
-#pragma unroll
-          for (int k = 0; k < kRegisters; ++k) {
-            registers_[k] = to_pack<X, kColumns>(all.template shifted<kWord>(k, bits));
-          }
-          if constexpr (kShared > 0) __syncwarp();  // they have been read from where others go
-#pragma unroll
-          for (int k = kRegisters; k < kChunks; ++k) {
-            store_granule(shared_chunk(k), all.template shifted<kWord>(k, bits));
-            if (k % 2 == 1) __syncwarp();  // or so many are loaded at once that registers spill
-          }
-        }
-      });
-      if (span_.tail() > 0) {
-        __syncwarp();  // the last granule has been read
-        if (has_tail) *tail_place() = tail;
+      if (span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
+      if constexpr (kStages) {
+        load_staged(row + span_.begin, end);
+      } else {
+        read_realigned(registers_, row, span_.begin, span_.chunks(), end);
       }
     }
   }
@@ -114,34 +96,34 @@ class RowTile {
       thread.add_chunk(k, chunk(k), span_.has(k));
     }
     if constexpr (!kVectorized) {
-      if (span_.lane < span_.tail()) thread.add(widen(*tail_place()));
+      if (span_.lane < span_.tail()) thread.add(widen(tail_));
     }
     A inverse = A(1.0 / RowSpan::kSize);
-    if (!span_.whole()) inverse = span_.cols > 0 ? quotient(A(1), A(span_.cols)) : A(0);
-    return merge_lanes<kWarpSize, true>(SetMoments<A>{thread.mean, thread.m2}, thread.count,
-                                        inverse);
+    if (!span_.whole() || (kOverhang && span_.tail() > 0)) {
+      inverse = span_.cols > 0 ? quotient(A(1), A(span_.chunks() * kColumns + span_.tail())) : A(0);
+    }
+    return merge_warp(thread, inverse);
   }
 
   // Writes y. A missing weight is one and a missing bias zero.
-  template <class Y, class W>
-  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight,
-                                        const W* bias) const {
+  template <class W>
+  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias) {
     const bool plain = weight != nullptr && bias != nullptr &&
                        (kVectorized || (is_aligned(weight) && is_aligned(bias)));
     if (plain) {
       write(
           row, mean, rstd,
-          [&](int column) {
-            return Affine<W>{load_wide<W, kColumns>(weight + column, true),
-                             load_wide<W, kColumns>(bias + column, true)};
+          [&](int column, bool exists) {
+            return Affine<W>{load_wide<W, kColumns>(weight + column, exists),
+                             load_wide<W, kColumns>(bias + column, exists)};
           },
           weight, bias);
     } else {
       write(
           row, mean, rstd,
-          [&](int column) {
-            return Affine<W>{load_parameter(weight, column, A(1)),
-                             load_parameter(bias, column, A(0))};
+          [&](int column, bool exists) {
+            return Affine<W>{load_parameter(weight, column, exists, A(1)),
+                             load_parameter(bias, column, exists, A(0))};
           },
           weight, bias);
     }
@@ -157,6 +139,7 @@ class RowTile {
   uint4* shared_;
   Stage stage_;
   Pack<X, kColumns> registers_[kRegisters];
+  X tail_;
 
   __device__ __forceinline__ uint4* shared_chunk(int k) const {
     return shared_ + (k - kRegisters) * kWarpSize;
@@ -167,15 +150,26 @@ class RowTile {
     return to_pack<X, kColumns>(load_granule(shared_chunk(k)));
   }
 
-  // Of this lane's element of the tail: behind what passes through the stage. (A register for it
-  // there is not.)
-  __device__ __forceinline__ X* tail_place() const {
-    return stage_.template element<X>(kStaged * kWarpSize * kColumns + span_.lane);
-  }
-
-  // Columns of the row from chunk k of the first lane on.
-  __device__ __forceinline__ int columns_from(int k) const {
-    return span_.cols - k * kWarpSize * kColumns;
+  // Of the span that begins at `begin`, by way of the stage and what lies before it.
+  __device__ __forceinline__ void load_staged(const X* begin, const X* end) {
+    const SpanStage<kChunks> all{shared_ - span_.lane};
+    all.fetch(begin, span_.chunks() * kColumns, end);
+    const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(begin) % kChunkBytes);
+    with_offset(offset, [&](auto word, int bits) {
+      constexpr int kWord = decltype(word)::value;
+      if constexpr (kWord < 4) {
+#pragma unroll
+        for (int k = 0; k < kRegisters; ++k) {
+          registers_[k] = to_pack<X, kColumns>(all.template shifted<kWord>(k, bits));
+        }
+        if constexpr (kShared > 0) __syncwarp();  // they have been read from where others go
+#pragma unroll
+        for (int k = kRegisters; k < kChunks; ++k) {
+          store_granule(shared_chunk(k), all.template shifted<kWord>(k, bits));
+          if (k % 2 == 1) __syncwarp();  // or so many are loaded at once that registers spill
+        }
+      }
+    });
   }
 
   template <class W>
@@ -185,54 +179,70 @@ class RowTile {
 
   template <class W>
   static __device__ __forceinline__ Pack<W, kColumns> load_parameter(const W* parameters,
-                                                                     int column, A absent) {
+                                                                     int column, bool exists,
+                                                                     A absent) {
     if (kVectorized || parameters == nullptr || is_aligned(parameters)) {
-      return load_wide<W, kColumns>(parameters + column, parameters != nullptr, absent);
+      return load_wide<W, kColumns>(parameters + column, exists && parameters != nullptr, absent);
     }
-    return load_unaligned<W, kColumns>(parameters + column, kColumns);
+    return load_unaligned<W, kColumns>(parameters + column, exists ? kColumns : 0);
   }
 
-  // `affine` loads weight and bias of the chunk at a column.
-  template <class Y, class W, class Load>
+  // `affine` loads weight and bias of the chunk at a column, if it exists.
+  template <class W, class Load>
   __device__ __forceinline__ void write(Y* row, A mean, A rstd, const Load& affine, const W* weight,
-                                        const W* bias) const {
-    const auto y = [&](int k) {
-      const Affine<W> parameters = affine(span_.column(k));
+                                        const W* bias) {
+    const auto y = [&](int k, bool exists) {
+      const Affine<W> parameters = affine(span_.column(k), exists);
       return normalize<Y>(chunk(k), mean, rstd, parameters.weight, parameters.bias);
     };
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        if (span_.has(k)) store_pack(row + span_.column(k), y(k));
+        if (span_.has(k)) store_pack(row + span_.column(k), y(k, true));
       }
     } else {
-      // Chunks of y that fit the stage together.
-      constexpr int kGroup = sizeof(Y) > sizeof(X) ? kStaged * sizeof(X) / sizeof(Y) : kStaged;
-      constexpr int kGroupColumns = kGroup * kWarpSize * kColumns;
-#pragma unroll
-      for (int first = 0; first < kChunks; first += kGroup) {
-        const int cols = columns_from(first);
-        if (cols <= 0) continue;
-        stage_.open();
-#pragma unroll
-        for (int k = first; k < first + kGroup; ++k) {
-          Y* const place =
-              stage_.template element<Y>(((k - first) * kWarpSize + span_.lane) * kColumns);
-          if (span_.has(k)) store_pack(place, y(k));
-        }
-        const int tail = span_.cols - span_.tail() + span_.lane - first * kWarpSize * kColumns;
-        if (span_.lane < span_.tail() && tail < kGroupColumns && tail >= 0) {
+      // Last, or what else is to be loaded would wait for its parameters.
+      const auto write_tail = [&] {
+        if (span_.lane < span_.tail()) {
           const int column = span_.tail_column();
           const auto parameter = [&](const W* parameters, A absent) {
             return parameters == nullptr ? absent : A(widen(parameters[column]));
           };
-          const A xhat = (widen(*tail_place()) - mean) * rstd;
+          const A xhat = (widen(tail_) - mean) * rstd;
           const A value = fma(xhat, parameter(weight, A(1)), parameter(bias, A(0)));
           Pack<Y, 2> pair;
           pair.set_pair(0, value, value);
-          *stage_.template element<Y>(tail) = pair.element(0);
+          row[column] = pair.element(0);
         }
-        stage_.store(row + span_.begin + first * kWarpSize * kColumns, min(cols, kGroupColumns));
+      };
+      if constexpr (kStages) {
+        // Chunks of y that fit the stage together.
+        constexpr int kGroup =
+            sizeof(Y) > sizeof(X) ? kStaged * int{sizeof(X)} / int{sizeof(Y)} : kStaged;
+#pragma unroll
+        for (int first = 0; first < kChunks; first += kGroup) {
+          const int left = span_.chunks() - first * kWarpSize;
+          if (left <= 0) continue;
+          stage_.open();
+#pragma unroll
+          for (int k = first; k < first + kGroup; ++k) {
+            Y* const place =
+                stage_.template element<Y>(((k - first) * kWarpSize + span_.lane) * kColumns);
+            if (span_.has(k)) store_pack(place, y(k, true));
+          }
+          stage_.store(row + span_.begin + first * kWarpSize * kColumns,
+                       min(left, kGroup * kWarpSize) * kColumns);
+        }
+        write_tail();
+      } else {
+        write_tail();
+        Granule granules[kChunks];
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          // (Under a condition one chunk's parameters would be loaded after the other's.)
+          granules[k] = to_granule(y(k, span_.has(k)));
+        }
+        write_realigned(granules, row, span_.begin, span_.chunks());
       }
     }
   }

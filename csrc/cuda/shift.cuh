@@ -13,6 +13,15 @@ struct Granule {
   uint32_t words[4];
 };
 
+__device__ __forceinline__ Granule load_granule(const uint4* source) {
+  const uint4 value = *source;
+  return {{value.x, value.y, value.z, value.w}};
+}
+
+__device__ __forceinline__ void store_granule(uint4* target, const Granule& granule) {
+  *target = make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
+}
+
 // The 16 bytes from byte 4 * kWord + bits / 8 of the 32 bytes of `low` and `high`.
 template <int kWord>
 __device__ __forceinline__ Granule shift(const Granule& low, const Granule& high, int bits) {

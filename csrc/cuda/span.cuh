@@ -1,6 +1,5 @@
 // The span of a row that one warp holds, and how it moves: by 16-byte accesses wherever the row
-// starts. A span whose row is not aligned passes through shared memory: as the 16-byte granules of
-// device memory on one side of it, as chunks on the other.
+// starts.
 #pragma once
 
 #include "async.cuh"
@@ -14,7 +13,10 @@ namespace fastnorm::cuda {
 // and the distance between two chunks of a lane is a constant, which keeps addresses out of the
 // instruction stream: 5120 columns of bfloat16 took 141 us on an H200 with chunks dealt out over
 // all threads of a number known at run time only, and 131 us so.
-template <class X, int kChunks>
+//
+// kOverhang: the columns behind a row's last whole chunk belong to the span of that chunk, even if
+// that is full; no span has them alone. Else the next span has them then.
+template <class X, int kChunks, bool kOverhang = false>
 struct Span {
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr int kSize = kWarpSize * kChunks * kColumns;
@@ -28,24 +30,20 @@ struct Span {
     return begin + (k * kWarpSize + lane) * kColumns;
   }
   __device__ __forceinline__ bool whole() const { return cols >= kSize; }
+  // Whole chunks.
+  __device__ __forceinline__ int chunks() const { return min(max(cols, 0), kSize) / kColumns; }
   // Whether chunk k exists whole.
   __device__ __forceinline__ bool has(int k) const {
     return cols >= (k * kWarpSize + lane + 1) * kColumns;
   }
-  // Columns behind the last whole chunk of a row, fewer than a chunk: one for each of the first
-  // lanes of the warp whose span they are in.
-  __device__ __forceinline__ int tail() const { return whole() || cols < 0 ? 0 : cols % kColumns; }
-  __device__ __forceinline__ int tail_column() const { return begin + cols - tail() + lane; }
+  // Columns behind the last whole chunk of a row, fewer than a chunk, if they are this span's: one
+  // for each of the first lanes.
+  __device__ __forceinline__ int tail() const {
+    constexpr int kEnd = kOverhang ? kSize + kColumns : kSize;
+    return cols < 0 || cols >= kEnd ? 0 : cols % kColumns;
+  }
+  __device__ __forceinline__ int tail_column() const { return begin + chunks() * kColumns + lane; }
 };
-
-__device__ __forceinline__ Granule load_granule(const uint4* source) {
-  const uint4 value = *source;
-  return {{value.x, value.y, value.z, value.w}};
-}
-
-__device__ __forceinline__ void store_granule(uint4* target, const Granule& granule) {
-  *target = make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
-}
 
 // Shared memory through which a warp, or a team of kLanes of its lanes (eight at the least), moves
 // kLanes * kChunks chunks of 16 bytes that start anywhere. The whole warp comes to each function,
