@@ -37,7 +37,7 @@ BACKWARD_KERNELS = ["few_rows", "few_elements", "elements", "ring", *KERNELS]
 SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
     (130, 66), (61, 511), (9, 1023), (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385),
-    (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144),
+    (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
 ]  # fmt: skip
 
 
@@ -117,6 +117,25 @@ def test_forced_kernels_with_infinities(
             torch.testing.assert_close(mean.double(), expected, rtol=0, atol=0, equal_nan=True)
         ran += 1
     assert ran >= 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [7, 515, 1023, 1025, 1031, 2049, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001]
+)
+def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
+    """At each place in 16 bytes, x and y, between NaNs: the bits that a row alone has."""
+    chunk = 16 // dtype.itemsize
+    rows = 2 * chunk + 1
+    x, _, weight, bias = _arguments(rows, cols, dtype)
+    check_forward(x, [cols], weight, bias)
+    alone = [ops.layer_norm_forward(row, [cols], weight, bias, 1e-5, None) for row in x.split(1)]
+    for offset in range(chunk):
+        memory = x.new_full((rows * cols + chunk,), float("nan"))
+        moved = memory[offset : offset + rows * cols].view(rows, cols).copy_(x)
+        results = ops.layer_norm_forward(moved, [cols], weight, bias, 1e-5, None)
+        for result, *each in zip(results, *alone, strict=True):
+            assert result.equal(torch.cat(each)), offset
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)

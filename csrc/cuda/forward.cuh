@@ -3,7 +3,8 @@
 //
 // forward_short_rows: a row in the lanes of a warp or fewer; two sums over the lanes.
 // forward_rows: a row in the warps of a block or of a cluster of blocks; lanes, warps and blocks
-// take the moments of what they hold and merge them.
+// take the moments of what they hold and merge them. forward_warp_rows: the same in one warp, of
+// rows that are not aligned.
 // Rows too long for that are cut into segments: forward_segment_moments reads them and leaves their
 // moments in the workspace, forward_segment_apply merges those and reads the row again.
 #pragma once
@@ -462,11 +463,12 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         }
         // Not aligned, rows of 384 threads have 56 registers, for three blocks of them find a place
         // on an SM then (4096 x 12289 bfloat16 took 66.5 us on an H200, 75.5 us by two), others 64.
-        constexpr int kUnalignedBlocks = kFew ? 3 : 2;
-        const bool narrow = plan.threads_per_row <= 384;
-        if (narrow && (kVectorized || !kFew || plan.threads_per_row == 384)) {
-          return launch_rows(forward_rows < X, Y, W, 384, kVectorized ? kBlocks : kUnalignedBlocks,
-                             4, kFewShared, false, kVectorized >);
+        constexpr int kNarrowBlocks = kVectorized ? kBlocks : kFew ? 3 : 2;
+        const bool narrow =
+            kVectorized || !kFew ? plan.threads_per_row <= 384 : plan.threads_per_row == 384;
+        if (narrow) {
+          return launch_rows(
+              forward_rows<X, Y, W, 384, kNarrowBlocks, 4, kFewShared, false, kVectorized>);
         }
         return launch_rows(
             forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, kFewShared, false, kVectorized>);

@@ -74,10 +74,10 @@ __device__ __forceinline__ void find_lacking(A (&lacks)[kRows], const A (&distan
   }
 }
 
-// Of a thread's columns, of differences from the mean of its first chunk: that chunk takes two
-// passes, all others one. The sum of squares is at most as many times that about the thread's own
-// mean as it has chunks, for a chunk's mean is no farther from it than those of the chunk's columns
-// together: nothing cancels that would matter.
+// Of a thread's columns, by differences from the mean of its first chunk: that chunk takes two
+// passes, all others one. Such a sum of squares is at most as many times the one about the thread's
+// own mean as the thread has chunks, for what lies between the two means lies between the first
+// one's columns and the second one too: nothing cancels that would matter.
 template <class A>
 struct ThreadMoments {
   static constexpr A kShare = A(1.0 / 64);
@@ -187,26 +187,25 @@ __device__ __forceinline__ A columns_of_set(int columns, int size, int index, in
 template <int kFew, class A>
 __device__ __forceinline__ SetMoments<A> merge_few_sets(const SetMoments<A>* sets, int columns,
                                                         int size, A inverse_columns, int whole) {
-  A means[kFew], squares[kFew], counts[kFew];
-#pragma unroll
-  for (int i = 0; i < kFew; ++i) {
-    const SetMoments<A> set = sets[i];
-    const bool exists = i * size < whole;
-    means[i] = exists ? set.mean : A(0);
-    squares[i] = exists ? set.m2 : A(0);
-    counts[i] = static_cast<A>((i + 1) * size < whole ? size : exists ? columns - i * size : 0);
-  }
-  const A reference = reference_point(means[0]);
+  const auto count = [&](int i) {
+    return static_cast<A>((i + 1) * size < whole ? size : columns - i * size);
+  };
+  const volatile SetMoments<A>* const one = sets;  // or all are kept in registers, which spill
+  const A reference = reference_point(sets[0].mean);
   A difference = 0, m2 = 0;
 #pragma unroll
   for (int i = 0; i < kFew; ++i) {
-    difference = fma(counts[i] * inverse_columns, means[i] - reference, difference);
+    if (i * size < whole) {
+      difference = fma(count(i) * inverse_columns, one[i].mean - reference, difference);
+    }
   }
   const A mean = reference + difference;
 #pragma unroll
   for (int i = 0; i < kFew; ++i) {
-    const A delta = means[i] - mean;
-    m2 += fma(counts[i] * delta, delta, squares[i]);
+    if (i * size < whole) {
+      const A delta = one[i].mean - mean;
+      m2 += fma(count(i) * delta, delta, one[i].m2);
+    }
   }
   return {mean, m2};
 }

@@ -176,26 +176,6 @@ __device__ __forceinline__ Pack<T, kCount> load_unaligned(const T* source, int l
   return pack;
 }
 
-// A pack from aligned memory that nobody writes meanwhile, if it exists; else of whatever is in
-// some registers. Without a branch, for which one pack's load would wait for another's.
-template <class T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> load_if(const T* source, bool exists) {
-  constexpr int kPieces = static_cast<int>(sizeof(Pack<T, kCount>)) / kChunkBytes;
-  static_assert(sizeof(Pack<T, kCount>) == kPieces * kChunkBytes);
-  Pack<T, kCount> pack;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    uint32_t words[4];
-    asm("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
-        : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-        : "l"(reinterpret_cast<const char*>(source) + i * kChunkBytes),
-          "r"(static_cast<int>(exists)));
-#pragma unroll
-    for (int j = 0; j < 4; ++j) pack.set_bits32(4 * i + j, words[j]);
-  }
-  return pack;
-}
-
 // A pack from aligned memory if it `exists`, else of `absent` elements; without a branch.
 template <class T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> load_wide(const T* source, bool exists,

@@ -54,6 +54,17 @@ __device__ __forceinline__ void realign(const Granule (&own)[kChunks], const uin
   }
 }
 
+// A granule of device memory, if it exists; else whatever is in some registers. (Volatile, or it
+// might be read before the kernel before this one has ended.)
+__device__ __forceinline__ Granule load_if(const void* source, bool exists) {
+  Granule granule;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "=r"(granule.words[0]), "=r"(granule.words[1]), "=r"(granule.words[2]),
+                 "=r"(granule.words[3])
+               : "l"(source), "r"(static_cast<int>(exists)));
+  return granule;
+}
+
 // Reads the first `count` of a warp's kChunks * 32 chunks, which begin at column `begin` of a row,
 // a whole number of chunks. Whole granules, and so perhaps bytes around the row, but none from
 // `end` on, where the tensor's memory ends. (The offset of a row's first column is that of all its
@@ -67,16 +78,16 @@ __device__ __forceinline__ void read_realigned(Pack<T, kColumns> (&chunks)[kChun
   const T* const origin =
       reinterpret_cast<const T*>(reinterpret_cast<const char*>(row) - offset) + begin;
   const int wanted = count > 0 ? count + (offset > 0) : 0;
-  const bool cut = reinterpret_cast<const char*>(end) - reinterpret_cast<const char*>(origin) <
-                   wanted * kChunkBytes;
+  const bool cut =
+      wanted > 0 && reinterpret_cast<const char*>(end) - reinterpret_cast<const char*>(origin) <
+                        wanted * kChunkBytes;
   const int readable = wanted - cut;
   const int first = lane + (from_next ? 0 : 1);
   const T* const mine = origin + first * kColumns;
   Granule own[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    own[k] = to_granule(
-        load_if<T, kColumns>(mine + k * kWarpSize * kColumns, first + k * kWarpSize < readable));
+    own[k] = load_if(mine + k * kWarpSize * kColumns, first + k * kWarpSize < readable);
   }
   // The granule that is no lane's own.
   const int other = from_next ? kChunks * kWarpSize : 0;

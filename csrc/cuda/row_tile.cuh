@@ -70,7 +70,7 @@ class RowTile {
       }
 #pragma unroll
       for (int k = 0; k < kRegisters; ++k) {
-        registers_[k] = load_if<X, kColumns>(row + span_.column(k), span_.has(k));
+        registers_[k] = load_wide<X, kColumns>(row + span_.column(k), span_.has(k));
       }
     } else {
       if (span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
