@@ -33,8 +33,8 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
 
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
 // room for the threads, and the bytes on their way, that it takes. A span that is not aligned is
-// realigned in registers (realign.cuh), if they hold it and y, of the size of x, after it: 32768 x
-// 4097 bfloat16 took 166 us on an H200 by way of a stage, 145 us so. Else it is copied to shared
+// realigned in registers (realign.cuh), if they hold it and y, of the size of x, after it: 16384 x
+// 4095 bfloat16 took 83 us on an H200 by way of a stage, 77 us so. Else it is copied to shared
 // memory whole, and shifted from there: 8192 x 12289 took 137.5 us in two halves, each read when
 // the one before had arrived, 126.5 us so. (y leaves in halves: in the place of x and as one it
 // took 130 us. And the registers of eight chunks leave room for few threads; realigned in shared
