@@ -369,13 +369,26 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
     assert _C.plan("backward", 100_000, 8192, "bfloat16", dw_db=False)["kernel"] == "ring"
 
 
+# Columns, by the columns of a chunk, as measured on an H200 (docs/kernels.md).
+FASTER_BY_COLUMN = {
+    2: (),
+    4: (33, 257, 385, 529, 769, 865, 1101, 1301, 1601, 1701, 2101, 2301),
+    8: (33, 257, 511, 513, 769, 901, 1101, 1501, 2101),
+}
+FASTER_IN_CHUNKS = {
+    2: (257, 1023, 2049, 3001),
+    4: (449, 511, 513, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
+    8: (937, 1023, 1025, 1751, 2047, 2049, 2401, 2901, 3001),
+}
+
+
 @pytest.mark.parametrize("dtype", SIZES)
 def test_widths_where_the_forward_changes(dtype: str) -> None:
     """A row that fits a warp or a block stays in it; how much a block holds is a matter of shared
     memory. Up to eight blocks of 512 threads make a cluster, or sixteen where a device has room for
     such clusters; then all blocks that run at the same time share a few rows, and what those do not
-    hold is cut. A row that ends within a chunk is held by column, in a block, but for 16-bit rows
-    that fill one warp or two in chunks.
+    hold is cut. A row that ends within a chunk is held by column, in a block, where chunks would
+    leave many lanes of its warps idle.
     """
     chunk = chunk_columns(dtype)
     small = dtype in SMALL
@@ -389,14 +402,18 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
         block = threads * 8 * chunk
         assert kernel(1, capability) == kernel(warp, capability) == "short_rows"
         assert kernel(31, capability) == "short_rows"
-        for cols in (33, 257, 1023, 1749, 1751, 2047, 2049, 2749, 2751, 3071):
+        for cols in (*FASTER_BY_COLUMN[chunk], *FASTER_IN_CHUNKS[chunk]):
             in_chunks = "short_rows" if cols < warp // 2 else "rows"
-            by_column = small and (dtype == "float32" or cols not in (1751, 2047, 2751, 3071))
-            assert kernel(cols, capability) == ("elements" if by_column else in_chunks)
-            assert kernel(cols, capability, y_as_x=False) == in_chunks
+            if cols in FASTER_BY_COLUMN[chunk]:
+                assert kernel(cols, capability) == "elements", cols
+            else:
+                assert kernel(cols, capability) == "rows", cols
+            assert kernel(cols, capability, y_as_x=False) == in_chunks, cols
         assert kernel(3073, capability) == kernel(4095, capability, y_as_x=False) == "rows"
-        if small and capability >= 90:
-            assert kernel(12_289, capability, one_dtype=False) == "elements"
+        if dtype in ("bfloat16", "float16") and capability >= 90:
+            for cols, expected in ((1801, "elements"), (2049, "rows"), (12_289, "rows")):
+                assert kernel(cols, capability, one_dtype=False) == expected, cols
+            assert kernel(14_001, capability, one_dtype=False) == "elements"
         assert kernel(warp + chunk, capability) == kernel(block, capability) == "rows"
         clusters = capability >= 90
         in_grid = "ring" if clusters and small else "split"
