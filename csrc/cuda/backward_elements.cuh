@@ -105,12 +105,6 @@ struct ElementColumns {
   }
 };
 
-// The same value, which ptxas does not know to be: it works out what it can anew in every row, from
-// parameters and indices, and has registers left.
-__device__ __forceinline__ int keep(int value) {
-  return __shfl_sync(kAllLanes, value, threadIdx.x % kWarpSize);
-}
-
 // The column where the run of the row's warp w begins.
 template <bool kShort, class X>
 __device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {

@@ -266,6 +266,10 @@ bool has_wide_dy(const BackwardProblem& problem) {
   return problem.dy_dtype == DType::kFloat32 && size_in_bytes(problem.x_dtype) == 2;
 }
 
+bool ends_within_a_chunk(const BackwardProblem& problem) {
+  return problem.cols % chunk_columns(problem.x_dtype) != 0;
+}
+
 // A block that holds the row, or the smallest cluster of blocks that leaves few threads without
 // columns: 16384 x 10240 bfloat16 took .84 of an elementwise sum on an H200 in clusters of two with
 // 320 threads each, .92 in clusters of four with 160, of which three blocks fit. Or none.
@@ -294,6 +298,12 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (least_size == 1 && threads <= kWarpSize) {
     return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
   }
+  // Rows that end within a chunk wait less for each other in two clusters of eight than in one of
+  // four: of an elementwise sum, bfloat16 on an H200, 32767 columns .68 and .64, 24001 .63 and .61.
+  const auto is_split = [&](const RingShape& shape) {
+    return ends_within_a_chunk(problem) && shape.cluster_size == 4 && least_size == 1 &&
+           shape.threads > kMaxThreadsPerRow / 2;
+  };
   for (int most : {ring_threads(problem.x_dtype), kMaxThreadsPerRow}) {
     RingShape best;
     double best_share = 0;
@@ -301,6 +311,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
       const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
       if (each > most) continue;
       const RingShape shape{static_cast<int>(each), size};
+      if (is_split(shape)) continue;
       const double share = busy_share(threads, size, each, most);
       if (size == least_size || share >= kBusy) return shape;
       if (share > best_share) {
@@ -326,14 +337,34 @@ struct ElementShape {
   int columns = 0;  // of a lane, at most
 };
 
+// Whether rows that end within a chunk are better off in the ring than by column: of a 16-bit type,
+// in warps with few idle lanes. Of an elementwise sum, bfloat16 on an H200, in the ring and by
+// column: 511 columns .80 and .78, 850 .72 and .75, 900 .76 and .74, 1023 .81 and .77, 1201 .69 and
+// .72, 1801 .74 and .73, 2047 .80 and .77, 4095 .78 and .74, 5001 .64 and .65, 7001 .65 and .63,
+// 8191 .66 and .66, 10001 .67 and .59, 24001 .63 and .24, 32767 .68 and .63, 50257 .53 and .54;
+// float32 1023 .84 and .83, 16383 .72 and .81.
+bool ring_holds_uneven_rows(const BackwardProblem& problem) {
+  constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
+  constexpr int64_t kMostColumns = 32768;
+  if (size_in_bytes(problem.x_dtype) != 2 || problem.cols > kMostColumns) return false;
+  const int64_t warp_columns =
+      kWarpSize * backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
+  const int64_t warps = ceil_div(problem.cols, warp_columns);
+  if (warps > kWarps) return true;
+  const int64_t rows = kWarps / warps;  // of a block
+  const auto cols = static_cast<double>(problem.cols);
+  return warps > 1 && cols >= 0.87 * static_cast<double>(warps * warp_columns) &&
+         cols * static_cast<double>(rows) >= 0.65 * static_cast<double>(kWarps * warp_columns);
+}
+
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                                           const DeviceProperties& device,
                                           const PlanRequest& request) {
   constexpr int64_t kMostPairs = 8;
   constexpr int64_t kMostWarps = kMaxThreadsPerRow / kWarpSize;
   constexpr int64_t kBusyWarps = 14;
-  if (problem.cols % chunk_columns(problem.x_dtype) == 0 || problem.cols <= kWarpSize ||
-      !has_one_dtype(problem) || !streams(problem, device)) {
+  if (!ends_within_a_chunk(problem) || problem.cols <= kWarpSize || !has_one_dtype(problem) ||
+      !streams(problem, device)) {
     return std::nullopt;
   }
   const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
@@ -425,28 +456,23 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
 // for 107 us.
 constexpr int64_t kFewRowsBytes = 16 << 20;
 
-// Likewise of dx alone by column, of which 16-bit elements are stored one by one then: 16384 x 1023
-// bfloat16 took 47 us on an H200, in the ring 38 us; 1024 x 1023 7.6 us for 8.1 us. Of float32
-// 65536 x 1023 took 187 us, as long as an elementwise sum, for 215 us.
+// Likewise of dx alone where rows end within a chunk. Of 16-bit elements, which are then stored one
+// by one, 16384 x 1023 bfloat16 took 47 us on an H200, in the ring 38 us; 1024 x 1023 7.6 us
+// for 8.1 us. Of float32 65536 x 1023 took 187 us, as long as an elementwise sum, for 215 us.
 constexpr int64_t kFewElementsBytes = 4 << 20;
 
 bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
                   const DeviceProperties& device) {
   const int64_t bytes = bytes_of(problem);
   if (!problem.weight_grads) {
-    return shape.cluster_size == 1 &&
+    const bool too_many = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32 &&
+                          bytes > kFewElementsBytes;
+    return !too_many && shape.cluster_size == 1 &&
            (shape.threads <= kMaxSharedBlock || bytes <= 2 * kFewRowsBytes);
   }
-  const bool whole = problem.aligned && problem.cols % chunk_columns(problem.x_dtype) == 0;
+  const bool whole = problem.aligned && !ends_within_a_chunk(problem);
   const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
   return bytes <= kFewRowsBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
-}
-
-bool has_few_elements(const BackwardProblem& problem, const RingShape& shape,
-                      const DeviceProperties& device) {
-  const bool too_many = !problem.weight_grads && problem.x_dtype != DType::kFloat32 &&
-                        bytes_of(problem) > kFewElementsBytes;
-  return !too_many && has_few_rows(problem, shape, device);
 }
 
 // Rows by column: how many a block works on at a time, and how many blocks there are.
@@ -661,9 +687,11 @@ void shape_short_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = problem.cols % columns != 0;
-  const int64_t most =
-      uneven && !problem.one_dtype ? kMaxUnevenWarps * kWarpSize : kMaxThreadsPerRow;
-  plan.chunks_per_thread = chunks <= most * kRegisterChunks ? kRegisterChunks : kForwardChunks;
+  const int threads = forward_threads(chunks, kRegisterChunks);
+  const bool few = threads <= kMaxUnevenWarps * kWarpSize;
+  const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
+  const bool in_registers = few || full || (!uneven && threads < kMaxThreadsPerRow);
+  plan.chunks_per_thread = in_registers ? kRegisterChunks : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
   plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
   if (!plan.vectorized && plan.threads_per_row == kWarpSize) {
@@ -777,11 +805,13 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const bool forced = forced_other || request.kernel == Kernel::kRing || request.weight_grads;
   const std::optional<ElementShape> elements = element_shape(problem, device, request);
   const auto asks_for = [&](Kernel kernel) { return request.kernel == kernel; };
-  const bool by_elements = problem.dx && elements && !forced_other &&
-                           !(ring && (asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows)));
+  const bool asks_for_elements = asks_for(Kernel::kElements) || asks_for(Kernel::kFewElements);
+  const bool by_ring_anyway = asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows) ||
+                              (!asks_for_elements && ring_holds_uneven_rows(problem));
+  const bool by_elements = problem.dx && elements && !forced_other && !(ring && by_ring_anyway);
   if (by_elements) {
-    const bool few = !forced && !asks_for(Kernel::kElements) &&
-                     has_few_elements(problem, elements->ring, device);
+    const bool few =
+        !forced && !asks_for(Kernel::kElements) && has_few_rows(problem, elements->ring, device);
     if (elements->ring.cluster_size <= kMaxClusterSize && (few || asks_for(Kernel::kFewElements))) {
       shape_few_rows(plan, elements->ring, problem, device, kMinTileLanes);
       plan.kernel = Kernel::kFewElements;

@@ -65,35 +65,27 @@ __device__ __forceinline__ Pack<T, kCount> load_shared_pack(unsigned place) {
   return pack;
 }
 
+// The same value, which ptxas does not know to be: it works out what it can anew in every row, from
+// parameters and indices, and has registers left.
+__device__ __forceinline__ int keep(int value) {
+  return __shfl_sync(kAllLanes, value, threadIdx.x % kWarpSize);
+}
+
 // The granule of a place in device memory.
 __device__ __forceinline__ uintptr_t granule_of(const char* place) {
   return reinterpret_cast<uintptr_t>(place) & ~uintptr_t{kChunkBytes - 1};
 }
 
-// Starts to copy the granules in which `bytes` bytes of a team's run lie, by `lanes` lanes that
-// take up to kChunks each, `step` apart in the ring, and some one more. `slot` and `source` are of
-// this lane's first one; `source` is as far into it as the run begins in its own. A whole warp
-// takes the granules as they lie in lines of memory, to ask for as few lines as possible at a time:
-// 16384 x 8192 bfloat16, one element off, took 245 us on an H200 without that, 239 us so.
+// Starts to copy `granules` granules of a team's run, by `lanes` lanes that take up to kChunks
+// each, `step` apart in the ring, and the first ones one more. `slot` and `source` are of this
+// lane's first one; `source` is as far into it as the run begins in its own.
 template <int kChunks>
 __device__ __forceinline__ void copy_granules(unsigned slot, int step, const char* source,
-                                              int bytes, int lane, int lanes) {
-  constexpr int kLineBytes = 128;
-  const auto address = static_cast<unsigned>(reinterpret_cast<uintptr_t>(source));
-  const int offset = static_cast<int>(address % kChunkBytes);
-  // From the beginning of the line to the run's first granule.
-  const int skew = lanes == kWarpSize
-                       ? static_cast<int>((address - offset - lane * kChunkBytes) % kLineBytes)
-                       : 0;
-  const char* const granules = reinterpret_cast<const char*>(granule_of(source)) - skew;
-  const int place = lane * kChunkBytes;
-  const int end = bytes > 0 ? skew + offset + bytes - place : 0;
+                                              int granules, int lane, int lanes) {
+  const char* const first = reinterpret_cast<const char*>(granule_of(source));
 #pragma unroll
   for (int k = 0; k <= kChunks; ++k) {
-    const int at = k * lanes * kChunkBytes;
-    if (at < end && (k > 0 || place >= skew) && (k < kChunks || place <= skew)) {
-      copy_async(slot + k * step - skew, granules + at);
-    }
+    if (k * lanes + lane < granules) copy_async(slot + k * step, first + k * lanes * kChunkBytes);
   }
 }
 
@@ -129,6 +121,71 @@ __device__ __forceinline__ void copy_last_granules(unsigned slot, unsigned step,
   }
 }
 
+// Of a tensor of T beside rows of X that are not aligned, kCount chunks of a lane: the granules of
+// the ring in which they lie and then, moved into place, they themselves.
+template <class X, class T, int kCount>
+class UnalignedChunks {
+ public:
+  static constexpr int kColumns = kChunkColumns<X>;
+  static constexpr int kParts = static_cast<int>(sizeof(T) / sizeof(X));  // granules of a chunk
+  static constexpr int kPart = kColumns / kParts;
+
+  __device__ __forceinline__ void load(unsigned place, unsigned step) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int g = 0; g <= kParts; ++g) {
+        granules_[j][g] = load_shared(place + j * step + g * kChunkBytes);
+      }
+    }
+  }
+
+  // They begin at byte 4 * kWord + bits / 8 of their first granules.
+  template <int kWord>
+  __device__ __forceinline__ void align(int bits) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int g = 0; g < kParts; ++g) {
+        granules_[j][g] = shift<kWord>(granules_[j][g], granules_[j][g + 1], bits);
+      }
+    }
+  }
+
+  // Of chunk j only the first `left` columns exist.
+  __device__ __forceinline__ void truncate(int j, int left) {
+#pragma unroll
+    for (int g = 0; g < kParts; ++g) {
+      auto part = to_pack<T, kPart>(granules_[j][g]);
+      part.truncate(left - g * kPart);
+      granules_[j][g] = to_granule(part);
+    }
+  }
+
+  __device__ __forceinline__ void store(unsigned place, unsigned step) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int g = 0; g < kParts; ++g) {
+        store_shared(place + j * step + g * kChunkBytes, granules_[j][g]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ Pack<T, kColumns> chunk(int j) const {
+    Pack<T, kColumns> pack;
+#pragma unroll
+    for (int g = 0; g < kParts; ++g) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pack.set_bits32(4 * g + i, granules_[j][g].words[i]);
+    }
+    return pack;
+  }
+
+ private:
+  Granule granules_[kCount][kParts + 1];
+};
+
 // The exchange of a row's sums between the warps that hold it.
 template <RingSpan kSpan>
 class RingExchange {
@@ -146,8 +203,8 @@ class RingExchange {
   // All threads of the block must come here, and then meet at a barrier (of the cluster).
   __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size, int group,
                                           int warp)
-      : slots_(shared_address(&storage.slots[kCluster ? 0 : group])),
-        barriers_(shared_address(&storage.barriers[kCluster ? 0 : group])),
+      : slots_(keep(shared_address(&storage.slots[kCluster ? 0 : group]))),
+        barriers_(keep(shared_address(&storage.barriers[kCluster ? 0 : group]))),
         warps_(warps),
         cluster_size_(cluster_size),
         warp_(warp) {
@@ -419,8 +476,9 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   const int64_t stride = p.unit_stride * teams;
 
   const int x_granule = kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane;
-  const unsigned ring = shared_address(ring_memory) +
-                        warp * kRingWarpBytes<X, kSpan, kVectorized, DY> + x_granule * kChunkBytes;
+  const unsigned ring =
+      keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized, DY> +
+           x_granule * kChunkBytes);
   const unsigned ring_end = ring + kStages * kStageBytes;
   const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
   // From there to what this lane copies of dy, and to its chunks.
@@ -432,7 +490,9 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   const unsigned dy_step_of_chunks = kDyParts * dy_copy_step;
   const auto next_slot = [&](unsigned slot) {
     slot += kStageBytes;
-    return slot == ring_end ? ring : slot;
+    if (slot == ring_end) slot = ring;
+    asm volatile("" : "+r"(slot));  // or ptxas would work it out again and again
+    return slot;
   };
 
   // ---- copies into the ring
@@ -447,9 +507,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   int to_copy = count;
   int64_t copied_row = first;
   // A team that has another row to come does not reach the end of the tensor.
-  const bool apart = min(p.x_step, p.dy_step) >= kChunkBytes;
+  const bool apart = min(p.x_step, p.dy_step) >= 2 * kChunkBytes;
   const int careful = apart ? (kShort ? 2 : 1) : count;  // rows to the end
-
+  // Of a run, and the one that it may reach into.
+  const int x_granules = run > 0 ? (run + kColumns - 1) / kColumns + 1 : 0;
+  [[maybe_unused]] const int dy_granules =
+      run > 0 ? (run * kDySize + kChunkBytes - 1) / kChunkBytes + 1 : 0;
   const auto copy_row = [&](unsigned slot) {
     if (to_copy > 0) {
       if (kShort && copied_row >= p.rows) {
@@ -477,9 +540,9 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           }
         }
       } else if (to_copy > careful) {
-        copy_granules<kChunks>(slot, chunk_step, x, run * kSize, lane, lanes);
-        copy_granules<kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy, run * kDySize, lane,
-                                          lanes);
+        copy_granules<kChunks>(slot, chunk_step, x, x_granules, lane, lanes);
+        copy_granules<kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy,
+                                          kWideDy ? dy_granules : x_granules, lane, lanes);
       } else {
         copy_last_granules<kSize, kChunks>(slot, chunk_step, x, p.x_end, run * kSize, lane, lanes);
         copy_last_granules<kDySize, kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy,
@@ -578,54 +641,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
 
   // Chunks of an unaligned run that are shifted together: two, where there are registers for them.
   constexpr int kTogether = kDySize == 2 || kSpan == RingSpan::kBlock ? 2 : 1;
-  // Reads the granules of a tensor of T in which kTogether of them lie.
-  const auto load_granules = [&](auto type, auto& granules, unsigned place, unsigned step) {
-    constexpr int kParts = static_cast<int>(sizeof(typename decltype(type)::type)) / kSize;
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-      for (int g = 0; g <= kParts; ++g) {
-        granules[j][g] = load_shared(place + j * step + g * kChunkBytes);
-      }
-    }
-  };
-  // Shifts them into place, and leaves them there. `first`: the first chunk's number.
   const bool cut = left_of(kChunks - 1) < kColumns;
-  const auto align = [&](auto type, auto& granules, unsigned place, unsigned step, unsigned low,
-                         int first) {
-    using T = typename decltype(type)::type;
-    constexpr int kParts = static_cast<int>(sizeof(T)) / kSize;
-    constexpr int kPart = kColumns / kParts;  // columns of a granule
-    with_offset(low % kChunkBytes, [&](auto word, int bits) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-        for (int g = 0; g < kParts; ++g) {
-          granules[j][g] = shift<decltype(word)::value>(granules[j][g], granules[j][g + 1], bits);
-        }
-      }
-    });
-    if (cut) {
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        int left = left_of(first + j);
-        asm volatile("" : "+r"(left));  // or masks for every chunk would be kept from row to row
-#pragma unroll
-        for (int g = 0; g < kParts; ++g) {
-          Pack<T, kPart> whole = to_pack<T, kPart>(granules[j][g]);
-          whole.truncate(left - g * kPart);
-          granules[j][g] = to_granule(whole);
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-      for (int g = 0; g < kParts; ++g) {
-        store_shared(place + j * step + g * kChunkBytes, granules[j][g]);
-      }
-    }
-  };
 
   const auto load_x = [&](unsigned slot, int k) {
     return load_shared_pack<X, kColumns>(slot + k * chunk_step);
@@ -641,33 +657,49 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       return sum_chunks<X>([&](int k) { return load_x(slot, k); },
                            [&](int k) { return load_dy(slot, k); }, weight, mean);
     } else {
-      Granule x_granules[kTogether][2], dy_granules[kTogether][kDyParts + 1];
+      UnalignedChunks<X, X, kTogether> x_chunks;
+      UnalignedChunks<X, DY, kTogether> dy_chunks;
       const auto align_chunks = [&](int k) {
         const unsigned x_place = slot + k * chunk_step;
         const unsigned place = slot + dy_place + k * dy_step_of_chunks;
-        load_granules(Type<X>(), x_granules, x_place, chunk_step);
-        load_granules(Type<DY>(), dy_granules, place, dy_step_of_chunks);
+        x_chunks.load(x_place, chunk_step);
+        dy_chunks.load(place, dy_step_of_chunks);
         __syncwarp();  // the lane before has read this one's
-        align(Type<X>(), x_granules, x_place, chunk_step, x_low, k);
-        align(Type<DY>(), dy_granules, place, dy_step_of_chunks, dy_low, k);
+        // By one branch for both where they begin at the same place: 65536 x 2047 bfloat16 took 238
+        // us on an H200 by one for each, with more instructions in copies and stores, 221 us so.
+        const int x_offset = x_low % kChunkBytes, dy_offset = dy_low % kChunkBytes;
+        if (!kShort && x_offset == dy_offset) {
+          with_offset(x_offset, [&](auto word, int bits) {
+            x_chunks.template align<decltype(word)::value>(bits);
+            dy_chunks.template align<decltype(word)::value>(bits);
+          });
+        } else {
+          with_offset(x_offset, [&](auto word, int bits) {
+            x_chunks.template align<decltype(word)::value>(bits);
+          });
+          with_offset(dy_offset, [&](auto word, int bits) {
+            dy_chunks.template align<decltype(word)::value>(bits);
+          });
+        }
+        if (cut) {
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            int left = left_of(k + j);
+            // Or masks for every chunk would be kept from row to row.
+            asm volatile("" : "+r"(left));
+            x_chunks.truncate(j, left);
+            dy_chunks.truncate(j, left);
+          }
+        }
+        x_chunks.store(x_place, chunk_step);
+        dy_chunks.store(place, dy_step_of_chunks);
       };
       const Sums<float> sums = sum_chunks<X>(
           [&](int k) {
             if (k % kTogether == 0) align_chunks(k);
-            return to_pack<X, kColumns>(x_granules[k % kTogether][0]);
+            return x_chunks.chunk(k % kTogether);
           },
-          [&](int k) {
-            Pack<DY, kColumns> pack;
-#pragma unroll
-            for (int g = 0; g < kDyParts; ++g) {
-#pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                pack.set_bits32(4 * g + j, dy_granules[k % kTogether][g].words[j]);
-              }
-            }
-            return pack;
-          },
-          weight, mean);
+          [&](int k) { return dy_chunks.chunk(k % kTogether); }, weight, mean);
       x_low += static_cast<unsigned>(p.x_step);
       dy_low += static_cast<unsigned>(p.dy_step);
       return sums;
@@ -715,7 +747,6 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       __syncwarp();
       if (!straight && active && run > 0) {
         // Granule j of device memory has the last bytes of chunk j - 1 and the first of chunk j.
-        const int bytes = run * kSize;
         Granule before[kChunks], granules[kChunks];
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
@@ -730,33 +761,36 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
           }
         });
         char* const target = reinterpret_cast<char*>(granule_of(dx));
-        const int left = shifted + bytes - lane * kChunkBytes;
+        // The run's first granule, and what lies behind its last chunk, other runs have a part of.
+        const int end = kShort || run % kColumns != 0 ? run * kSize + shifted : run * kSize;
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
-          const bool whole = (k * lanes + 1) * kChunkBytes <= left;
+          const bool whole = (k * lanes + lane + 1) * kChunkBytes <= end;
           if (whole && (k > 0 || lane > 0 || shifted == 0)) {
             const Granule& granule = granules[k];
             *reinterpret_cast<uint4*>(target + k * lanes * kChunkBytes) =
                 make_uint4(granule.words[0], granule.words[1], granule.words[2], granule.words[3]);
           }
         }
-        // The elements before the first whole granule and after the last one.
-        const unsigned first_chunk = slot - lane * kChunkBytes;
-        char* const begin_of_run = dx - lane * kChunkBytes;
-        const int head = shifted > 0 ? min(kChunkBytes - shifted, bytes) : 0;
-        const int tail = (bytes + shifted) / kChunkBytes * kChunkBytes - shifted;
-        const auto store = [&](int at, int end) {
-          if (at >= 0 && at < end) store_element<kSize>(begin_of_run + at, first_chunk + at);
+        // The elements before the first whole granule, counted from the run's begin, and those
+        // after the last one, from its end.
+        const int first_bytes = kChunkBytes - shifted;
+        const int last_bytes = (run * kSize + shifted) % kChunkBytes;
+        const auto store = [&](int at, bool exists) {
+          if (exists) {
+            store_element<kSize>(dx + (at - lane * kChunkBytes), slot + (at - lane * kChunkBytes));
+          }
         };
         if constexpr (kShort) {
           for (int e = lane; e < kColumns; e += lanes) {
-            store(e * kSize, head);
-            if (tail >= 0) store(tail + e * kSize, bytes);
+            store(e * kSize, e * kSize < min(first_bytes, run * kSize));
+            store((run - 1 - e) * kSize, e * kSize < min(last_bytes, run * kSize));
           }
         } else if (lane < 2 * kColumns) {
           const bool behind = lane >= kColumns;
-          const int e = lane % kColumns * kSize;
-          store(!behind ? e : tail < 0 ? -1 : tail + e, behind ? bytes : head);
+          const int e = lane % kColumns;
+          store((behind ? run - 1 - e : e) * kSize,
+                e * kSize < min(behind ? last_bytes : first_bytes, run * kSize));
         }
       }
     }
