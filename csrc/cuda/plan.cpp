@@ -383,7 +383,7 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
     int64_t warps = ceil_div(ceil_div(lanes, kWarpSize), size);
     if (warps > kMostWarps) continue;
     const bool busy = kMostWarps / warps * warps >= kBusyWarps;
-    if (found && !busy) continue;
+    if (found && (!busy || size > kMaxClusterSize)) continue;
     while (kMostWarps / warps * warps < kBusyWarps) ++warps;
     const int64_t columns = columns_of(warps * size * kWarpSize);
     if (columns <= 2 * kLeastElementPairs) break;  // more blocks than have enough to do
