@@ -12,98 +12,11 @@
 
 #include <algorithm>
 
+#include "backward_tiny.cuh"
 #include "few_rows.cuh"
 #include "ring.cuh"
 
 namespace fastnorm::cuda {
-
-// A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
-// kStep columns apart, of which the first kWhole certainly exist.
-template <class X, int kSteps, int kWhole, int kStep>
-struct ElementColumns {
-  static constexpr int kCount = kSideBySide<X>;
-  using Values = float[kSteps][kCount];
-
-  // `left`: columns of the row from this lane's first on.
-  static __device__ __forceinline__ bool has(int s, int i, int left) {
-    return s < kWhole || s * kStep + i < left;
-  }
-
-  // The sums of (x - mean) * dy * weight and of dy * weight.
-  static __device__ __forceinline__ Sums<float> sum(const Values& x, const Values& dy,
-                                                    const Values& weight, float mean) {
-    Sums<float> parts[2];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        Sums<float>& part = parts[(s * kCount + i) % 2];
-        const float wdy = dy[s][i] * weight[s][i];
-        part.xhat_wdy = fma(x[s][i] - mean, wdy, part.xhat_wdy);
-        part.wdy += wdy;
-      }
-    }
-    parts[0].merge(parts[1]);
-    return parts[0];
-  }
-
-  // From device memory; zero if they do not exist.
-  static __device__ __forceinline__ void load_global(Values& values, const X* first, int left) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        values[s][i] = has(s, i, left) ? widen(first[s * kStep + i]) : 0;
-      }
-    }
-  }
-
-  // The weight from column `begin` of the row on; ones where there is none.
-  static __device__ __forceinline__ void load_weight(Values& values, const void* weight,
-                                                     DType dtype, int begin, int left) {
-    const bool is_wide = kIs16Bit<X> && dtype == DType::kFloat32;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int at = begin + s * kStep + i;
-        values[s][i] = 1;
-        if (weight != nullptr && has(s, i, left)) {
-          values[s][i] = is_wide ? static_cast<const float*>(weight)[at]
-                                 : widen(static_cast<const X*>(weight)[at]);
-        }
-      }
-    }
-  }
-
-  // From shared memory, where this lane's first column is at `address`. Behind the last column
-  // there is room, and nothing of use: those that do not exist are zero.
-  static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float value =
-            load_element<X>(address + (s * kStep + i) * static_cast<unsigned>(sizeof(X)));
-        values[s][i] = has(s, i, left) ? value : 0;
-      }
-    }
-  }
-
-  // Into shared memory, likewise.
-  static __device__ __forceinline__ void store(const Values& values, unsigned address, int left) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      Pack<X, 2> pair;
-      pair.set_pair(0, values[s][0], values[s][kCount - 1]);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const unsigned place = address + (s * kStep + i) * static_cast<unsigned>(sizeof(X));
-        if (has(s, i, left)) put_element(place, pair.element(i));
-      }
-    }
-  }
-};
 
 // The column where the run of the row's warp w begins.
 template <bool kShort, class X>
@@ -255,7 +168,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
-  float dw[kSteps][kCount] = {}, db[kSteps][kCount] = {};
+  Values dw = {}, db = {};
   let_next_kernel_start();
 
   // ---- a row
@@ -279,17 +192,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     const unsigned mine = slot + shifted + column * kSize;  // in the place of x
     __syncwarp();                                           // all lanes have read x
     Values out;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float centred = x_values[s][i] - mean;
-        const float scaled = dy_values[s][i] * rstd;
-        dw[s][i] = fma(scaled, centred, dw[s][i]);
-        db[s][i] += dy_values[s][i];
-        out[s][i] = gradient.dx(centred, scaled, weight[s][i]);
-      }
-    }
+    Columns::finish(out, dw, db, x_values, dy_values, weight, gradient);
     Columns::store(out, mine, left);
     __syncwarp();
     if (!kShort || row < p.rows) {
@@ -396,36 +299,17 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- one row of partial sums per cluster
 
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
-        dw[s][i] += __shfl_xor_sync(kAllLanes, dw[s][i], offset);
-        db[s][i] += __shfl_xor_sync(kAllLanes, db[s][i], offset);
-      }
-    }
-  }
+  Columns::template sum_teams<kLanes>(dw);
+  Columns::template sum_teams<kLanes>(db);
   const int block_begin = begin_of(rank * p.warps);
   const int block_columns = begin_of((rank + 1) * p.warps) - block_begin;
   const int width = (block_columns + 3) / 4 * 4;
   float* const staging = reinterpret_cast<float*>(ring_memory);
-  const auto stage = [&](const float (&values)[kSteps][kCount], float* target) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (Columns::has(s, i, left)) {
-          target[begin - block_begin + column + s * kStep + i] = values[s][i];
-        }
-      }
-    }
-  };
   __syncthreads();
   if (team == 0) {
-    stage(dw, staging + group * width);
-    stage(db, staging + (p.groups + group) * width);
+    float* const target = staging + begin - block_begin + column;
+    Columns::put(dw, target + group * width, left);
+    Columns::put(db, target + (p.groups + group) * width, left);
   }
   leave_partials<false>(p, staging, width, block_begin, kCluster ? 1 : p.merged, cluster_size);
 }
@@ -501,6 +385,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream) {
+  if (p.cols <= kMostTinyColumns) return launch_tiny_rows(p, plan, stream);
   const auto launch_run = [&](auto span, auto lanes, auto pairs) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kLanes = decltype(lanes)::value, kPairs = decltype(pairs)::value;
@@ -528,20 +413,17 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     const auto of_warp = [&](auto lanes) {
       return launch_run(std::integral_constant<RingSpan, RingSpan::kWarp>(), lanes, Pairs());
     };
-    if constexpr (Pairs::value > kLeastElementPairs) {
-      const std::integral_constant<int, kWarpSize> whole_warp;
-      if (plan.cluster_size > 1) {
-        return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
-                          Pairs());
-      }
-      if (plan.threads_per_row > kWarpSize) {
-        return launch_run(std::integral_constant<RingSpan, RingSpan::kBlock>(), whole_warp,
-                          Pairs());
-      }
-      if (plan.threads_per_row == kWarpSize) return of_warp(whole_warp);
-      if (plan.threads_per_row == kWarpSize / 2) {
-        return of_warp(std::integral_constant<int, kWarpSize / 2>());
-      }
+    const std::integral_constant<int, kWarpSize> whole_warp;
+    if (plan.cluster_size > 1) {
+      return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
+                        Pairs());
+    }
+    if (plan.threads_per_row > kWarpSize) {
+      return launch_run(std::integral_constant<RingSpan, RingSpan::kBlock>(), whole_warp, Pairs());
+    }
+    if (plan.threads_per_row == kWarpSize) return of_warp(whole_warp);
+    if (plan.threads_per_row == kWarpSize / 2) {
+      return of_warp(std::integral_constant<int, kWarpSize / 2>());
     }
     if (plan.threads_per_row == kLeastElementLanes) {
       return of_warp(std::integral_constant<int, kLeastElementLanes>());
@@ -549,8 +431,6 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     return cudaErrorInvalidValue;
   };
   switch (plan.columns_per_thread / 2) {
-    case kLeastElementPairs:
-      return launch_pairs(std::integral_constant<int, kLeastElementPairs>());
     case 5:
       return launch_pairs(std::integral_constant<int, 5>());
     case 6:

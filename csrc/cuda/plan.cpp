@@ -328,6 +328,17 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   return grid();
 }
 
+// Very short rows that end within a chunk: as many lanes as have kTinyColumns columns each.
+bool is_tiny(int64_t cols) { return cols <= kMostTinyColumns; }
+
+int tiny_lanes(int64_t cols) {
+  return static_cast<int>(next_power_of_two(ceil_div(cols, kTinyColumns)));
+}
+
+int tiny_columns(int64_t cols) {
+  return cols <= kTinyColumns / 2 ? kTinyColumns / 2 : kTinyColumns;
+}
+
 // How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
 // are as many as share a block's kMaxThreadsPerRow well, and have 5 to 8 pairs of columns per lane.
 // Clusters of four are rather replaced by ones of eight with fewer warps in a block: 8192 x 16385
@@ -363,19 +374,22 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   constexpr int64_t kMostPairs = 8;
   constexpr int64_t kMostWarps = kMaxThreadsPerRow / kWarpSize;
   constexpr int64_t kBusyWarps = 14;
-  if (!ends_within_a_chunk(problem) || problem.cols <= kWarpSize || !has_one_dtype(problem) ||
+  // A single column's dx is exactly zero, but not in this order of operations.
+  if (!ends_within_a_chunk(problem) || problem.cols == 1 || !has_one_dtype(problem) ||
       !streams(problem, device)) {
     return std::nullopt;
   }
   const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
   const int least_size = asked ? static_cast<int>(next_power_of_two(*request.cluster_size)) : 1;
+  if (is_tiny(problem.cols)) {
+    if (least_size > 1) return std::nullopt;
+    return ElementShape{{tiny_lanes(problem.cols), 1}, tiny_columns(problem.cols)};
+  }
   const auto columns_of = [&](int64_t lanes) { return 2 * ceil_div(problem.cols, 2 * lanes); };
   const int64_t lanes = ceil_div(problem.cols, 2 * kMostPairs);
   if (lanes <= kWarpSize && least_size == 1) {
     const int64_t team = std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes));
-    return ElementShape{
-        {static_cast<int>(team), 1},
-        static_cast<int>(std::max<int64_t>(2 * kLeastElementPairs, columns_of(team)))};
+    return ElementShape{{static_cast<int>(team), 1}, static_cast<int>(columns_of(team))};
   }
   const int most_size = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
   std::optional<ElementShape> found;
@@ -483,6 +497,11 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
   plan.columns_per_thread = shape.columns;
   plan.threads_per_row = shape.ring.threads;
   plan.cluster_size = shape.ring.cluster_size;
+  if (is_tiny(problem.cols)) {
+    plan.rows_per_block = kTinyThreads / kWarpSize *
+                          tiny_tile_rows(size_in_bytes(problem.x_dtype), plan.threads_per_row);
+    return int64_t{kTinyBlocks} * device.sm_count;
+  }
   const bool in_cluster = plan.cluster_size > 1;
   // Of a multiprocessor, in one block or in several of clusters.
   const int64_t together = kMaxThreadsPerRow / plan.threads_per_row;
@@ -573,13 +592,19 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
 // there are, but for four.
 void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   constexpr int64_t kGrain = 4;
+  plan.rows_per_thread = plan.rows_per_block = kElementRows;
+  if (is_tiny(problem.cols)) {
+    plan.threads_per_row = tiny_lanes(problem.cols);
+    plan.columns_per_thread = tiny_columns(problem.cols);
+    plan.rows_per_block *= kElementRowThreads / plan.threads_per_row;
+    return;
+  }
   const int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
   plan.threads_per_row = static_cast<int>(
       lanes > kWarpSize ? ceil_div(lanes, kWarpSize) * kWarpSize
                         : std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes)));
   plan.columns_per_thread =
       static_cast<int>(ceil_div(problem.cols, kGrain * plan.threads_per_row) * kGrain);
-  plan.rows_per_thread = plan.rows_per_block = kElementRows;
   if (plan.threads_per_row > kWarpSize) {
     plan.shared_bytes =
         plan.threads_per_row / kWarpSize *
@@ -613,9 +638,11 @@ bool chunks_fill_warps(const ForwardProblem& problem) {
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
   const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
-  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x ||
-      problem.cols <= kWarpSize || problem.cols > most_threads * kMostElementColumns ||
-      chunks_fill_warps(problem)) {
+  // Of float32 a chunk has no more columns than a lane of these.
+  const bool too_short = problem.x_dtype == DType::kFloat32 && problem.cols <= kWarpSize &&
+                         problem.cols > chunk_columns(problem.x_dtype);
+  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || too_short ||
+      problem.cols > most_threads * kMostElementColumns || chunks_fill_warps(problem)) {
     return false;
   }
   ForwardPlan plan;
@@ -809,7 +836,10 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const bool by_ring_anyway = asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows) ||
                               (!asks_for_elements && ring_holds_uneven_rows(problem));
   const bool by_elements = problem.dx && elements && !forced_other && !(ring && by_ring_anyway);
-  if (by_elements) {
+  const bool tiny = by_elements && is_tiny(problem.cols);
+  if (tiny) {
+    // One kernel for few rows and many.
+  } else if (by_elements) {
     const bool few =
         !forced && !asks_for(Kernel::kElements) && has_few_rows(problem, elements->ring, device);
     if (elements->ring.cluster_size <= kMaxClusterSize && (few || asks_for(Kernel::kFewElements))) {
@@ -867,7 +897,8 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     const bool can_share = shares == 1 || (in_grid && are_small(shares * working_groups, problem));
     const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
                           (!by_ring || plan.cluster_size == 1 || can_share);
-    const bool pays = (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
+    const bool pays =
+        tiny || (by_ring ? problem.rows : groups) >= kMinRowsPerPartial * resident_groups;
     const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
     if (can_fuse && fuse) {
       plan.weight_grads = WeightGrads::kFused;

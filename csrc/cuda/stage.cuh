@@ -63,4 +63,27 @@ class WarpStage {
   int shift_;  // elements between the 16-byte boundary before the span and the span
 };
 
+// Writes `count` elements to `target`. They are staged from as far into a granule on as `target` is
+// into one. The whole warp comes here.
+template <int kCapacity, class X>
+__device__ __forceinline__ void write_staged(X* target, const X* staged, int count) {
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
+  const int lane = threadIdx.x % kWarpSize;
+  const int begin = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kChunkBytes / sizeof(X));
+  const int end = begin + count, whole = end / kElements;
+  X* const origin = target - begin;
+#pragma unroll
+  for (int first = 0; first < kCapacity / kElements + 1; first += kWarpSize) {
+    const int i = first + lane;
+    if (i < whole && (i > 0 || begin == 0)) {
+      reinterpret_cast<uint4*>(origin)[i] = reinterpret_cast<const uint4*>(staged)[i];
+    }
+  }
+  // The elements before the first whole granule and after the last one.
+  const int part = lane / kElements;
+  const int i = (part == 0 ? 0 : whole * kElements) + lane % kElements;
+  const bool outside = part == 0 ? begin > 0 : part == 1 && (whole > 0 || begin == 0);
+  if (outside && i >= begin && i < end) origin[i] = staged[i];
+}
+
 }  // namespace fastnorm::cuda
