@@ -18,6 +18,94 @@
 
 namespace fastnorm::cuda {
 
+// A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
+// kStep columns apart, of which the first kWhole certainly exist.
+template <class X, int kSteps, int kWhole, int kStep>
+struct ElementColumns {
+  static constexpr int kCount = kSideBySide<X>;
+  using Values = float[kSteps][kCount];
+
+  // `left`: columns of the row from this lane's first on.
+  static __device__ __forceinline__ bool has(int s, int i, int left) {
+    return s < kWhole || s * kStep + i < left;
+  }
+
+  // The sums of (x - mean) * dy * weight and of dy * weight.
+  static __device__ __forceinline__ Sums<float> sum(const Values& x, const Values& dy,
+                                                    const Values& weight, float mean) {
+    Sums<float> parts[2];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        Sums<float>& part = parts[(s * kCount + i) % 2];
+        const float wdy = dy[s][i] * weight[s][i];
+        part.xhat_wdy = fma(x[s][i] - mean, wdy, part.xhat_wdy);
+        part.wdy += wdy;
+      }
+    }
+    parts[0].merge(parts[1]);
+    return parts[0];
+  }
+
+  // From device memory; zero if they do not exist.
+  static __device__ __forceinline__ void load_global(Values& values, const X* first, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[s][i] = has(s, i, left) ? widen(first[s * kStep + i]) : 0;
+      }
+    }
+  }
+
+  // The weight from column `begin` of the row on; ones where there is none.
+  static __device__ __forceinline__ void load_weight(Values& values, const void* weight,
+                                                     DType dtype, int begin, int left) {
+    const bool is_wide = kIs16Bit<X> && dtype == DType::kFloat32;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int at = begin + s * kStep + i;
+        values[s][i] = 1;
+        if (weight != nullptr && has(s, i, left)) {
+          values[s][i] = is_wide ? static_cast<const float*>(weight)[at]
+                                 : widen(static_cast<const X*>(weight)[at]);
+        }
+      }
+    }
+  }
+
+  // From shared memory, where this lane's first column is at `address`. Behind the last column
+  // there is room, and nothing of use: those that do not exist are zero.
+  static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float value =
+            load_element<X>(address + (s * kStep + i) * static_cast<unsigned>(sizeof(X)));
+        values[s][i] = has(s, i, left) ? value : 0;
+      }
+    }
+  }
+
+  // Into shared memory, likewise.
+  static __device__ __forceinline__ void store(const Values& values, unsigned address, int left) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      Pack<X, 2> pair;
+      pair.set_pair(0, values[s][0], values[s][kCount - 1]);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const unsigned place = address + (s * kStep + i) * static_cast<unsigned>(sizeof(X));
+        if (has(s, i, left)) put_element(place, pair.element(i));
+      }
+    }
+  }
+};
+
 // The column where the run of the row's warp w begins.
 template <bool kShort, class X>
 __device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
@@ -168,7 +256,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
-  Values dw = {}, db = {};
+  float dw[kSteps][kCount] = {}, db[kSteps][kCount] = {};
   let_next_kernel_start();
 
   // ---- a row
@@ -192,7 +280,17 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     const unsigned mine = slot + shifted + column * kSize;  // in the place of x
     __syncwarp();                                           // all lanes have read x
     Values out;
-    Columns::finish(out, dw, db, x_values, dy_values, weight, gradient);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float centred = x_values[s][i] - mean;
+        const float scaled = dy_values[s][i] * rstd;
+        dw[s][i] = fma(scaled, centred, dw[s][i]);
+        db[s][i] += dy_values[s][i];
+        out[s][i] = gradient.dx(centred, scaled, weight[s][i]);
+      }
+    }
     Columns::store(out, mine, left);
     __syncwarp();
     if (!kShort || row < p.rows) {
@@ -299,17 +397,36 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- one row of partial sums per cluster
 
-  Columns::template sum_teams<kLanes>(dw);
-  Columns::template sum_teams<kLanes>(db);
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+        dw[s][i] += __shfl_xor_sync(kAllLanes, dw[s][i], offset);
+        db[s][i] += __shfl_xor_sync(kAllLanes, db[s][i], offset);
+      }
+    }
+  }
   const int block_begin = begin_of(rank * p.warps);
   const int block_columns = begin_of((rank + 1) * p.warps) - block_begin;
   const int width = (block_columns + 3) / 4 * 4;
   float* const staging = reinterpret_cast<float*>(ring_memory);
+  const auto stage = [&](const float (&values)[kSteps][kCount], float* target) {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (Columns::has(s, i, left)) {
+          target[begin - block_begin + column + s * kStep + i] = values[s][i];
+        }
+      }
+    }
+  };
   __syncthreads();
   if (team == 0) {
-    float* const target = staging + begin - block_begin + column;
-    Columns::put(dw, target + group * width, left);
-    Columns::put(db, target + (p.groups + group) * width, left);
+    stage(dw, staging + group * width);
+    stage(db, staging + (p.groups + group) * width);
   }
   leave_partials<false>(p, staging, width, block_begin, kCluster ? 1 : p.merged, cluster_size);
 }

@@ -4,13 +4,12 @@
 //
 // A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
 // them apart. Short rows have few lanes, for sums over lanes take their time: as many that each has
-// at most kMostElementColumns columns. Longer rows are shared out evenly among warps. Very short
-// ones are read as they lie in memory, one behind the other, by way of shared memory as well.
+// at most kMostElementColumns columns. Longer rows are shared out evenly among warps.
 #pragma once
 
 #include "forward_start.cuh"
+#include "forward_tiny.cuh"
 #include "moments.cuh"
-#include "span.cuh"
 #include "stage.cuh"
 
 namespace fastnorm::cuda {
@@ -160,25 +159,6 @@ class ElementTile {
   }
 };
 
-// Reads `rows` rows from `source` on into shared memory, one behind the other, and tells where. The
-// whole warp comes here.
-template <int kCapacity, class X>
-__device__ __forceinline__ const X* stage_rows(X* stage, const X* source, int64_t row_stride,
-                                               int rows, int cols, const X* end) {
-  if (row_stride == cols) {
-    constexpr int kBytes = kCapacity * static_cast<int>(sizeof(X));
-    const SpanStage<kBytes / (kWarpSize * kChunkBytes)> all{reinterpret_cast<uint4*>(stage)};
-    all.fetch(source, rows * cols, end);
-    return stage + reinterpret_cast<uintptr_t>(source) % kChunkBytes / sizeof(X);
-  }
-  for (int i = threadIdx.x % kWarpSize; i < rows * cols; i += kWarpSize) {
-    const int row = i / cols;
-    stage[i] = source[row * row_stride + (i - row * cols)];
-  }
-  __syncwarp();
-  return stage;
-}
-
 template <class X, class W, int kLanes, int kSteps, int kRows>
 __global__ void __launch_bounds__(kElementRowThreads)
     forward_elements(const ForwardParameters<X, X, W> p) {
@@ -200,21 +180,11 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int cols = static_cast<int>(p.cols);
   const auto row_of = [&](int r) { return first_row + r * kTeams + team; };
 
-  const auto rows = static_cast<int>(min(p.rows - first_row, int64_t{kWarpRows}));
-
   Tile tile(cols);
-  if constexpr (kLanes * kSteps * Tile::kCount <= kMostTinyColumns) {
-    const X* const x = stage_rows<kCapacity>(stages[warp], p.x + first_row * p.x_row_stride,
-                                             p.x_row_stride, rows, cols, p.x_end);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) tile.load(r, x + (r * kTeams + team) * cols);
-    __syncwarp();  // before y comes in their place
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      // Beyond the last row, that one again.
-      tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
-    }
+  for (int r = 0; r < kRows; ++r) {
+    // Beyond the last row, that one again.
+    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
   }
   SetMoments<float> sets[kRows];
   float lacks[kRows], rstd[kRows], shifts[kRows];
@@ -234,7 +204,9 @@ __global__ void __launch_bounds__(kElementRowThreads)
   tile.put(sets, rstd, shifts, p.weight, p.bias, 0,
            [&](int r) { return staged + r * kTeams * cols; });
   __syncwarp();
-  write_staged<kCapacity>(y, stages[warp], rows * cols);
+  const int64_t rows = p.rows - first_row;
+  write_staged<kCapacity>(y, stages[warp],
+                          static_cast<int>(rows < kWarpRows ? rows : kWarpRows) * cols);
 }
 
 // Rows that the warps of a block hold together. The first warps have p.warp_steps steps of pairs of
@@ -328,13 +300,11 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
+  if (p.cols <= kMostTinyColumns) return launch_tiny_rows(p, plan, stream);
   const auto launch_lanes = [&](auto lanes, auto pairs) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
-    constexpr bool kTiny = kColumns <= kTinyColumns;
-    constexpr bool kHalf = kLanes > kLeastElementLanes && kColumns <= kMostElementColumns / 2;
-    if constexpr (kTiny ? kLanes > 1 && (kColumns < kTinyColumns || kLanes > kLeastElementLanes)
-                        : kHalf || kLanes < kLeastElementLanes) {
-      return cudaErrorInvalidValue;  // fewer lanes hold such rows, or more
+    if constexpr (kLanes > kLeastElementLanes && kColumns <= kMostElementColumns / 2) {
+      return cudaErrorInvalidValue;  // half the lanes hold such rows
     } else {
       constexpr int kSteps = kColumns / kSideBySide<X>;
       return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows>,
@@ -349,12 +319,6 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
       }
     }
     switch (plan.threads_per_row) {
-      case 1:
-        return launch_lanes(std::integral_constant<int, 1>(), pairs);
-      case 2:
-        return launch_lanes(std::integral_constant<int, 2>(), pairs);
-      case 4:
-        return launch_lanes(std::integral_constant<int, 4>(), pairs);
       case kLeastElementLanes:
         return launch_lanes(std::integral_constant<int, kLeastElementLanes>(), pairs);
       case 16:
@@ -365,10 +329,6 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
     return cudaErrorInvalidValue;
   };
   switch (plan.columns_per_thread / 2) {
-    case 2:
-      return launch_pairs(std::integral_constant<int, 2>());
-    case 4:
-      return launch_pairs(std::integral_constant<int, 4>());
     case 6:
       return launch_pairs(std::integral_constant<int, 6>());
     case 8:

@@ -328,7 +328,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   return grid();
 }
 
-// Very short rows that end within a chunk: as many lanes as have kTinyColumns columns each.
+// Very short rows that end within a chunk: as many lanes as have up to kTinyColumns columns each.
 bool is_tiny(int64_t cols) { return cols <= kMostTinyColumns; }
 
 int tiny_lanes(int64_t cols) {
@@ -336,7 +336,8 @@ int tiny_lanes(int64_t cols) {
 }
 
 int tiny_columns(int64_t cols) {
-  return cols <= kTinyColumns / 2 ? kTinyColumns / 2 : kTinyColumns;
+  const auto most = static_cast<int>(ceil_div(cols, tiny_lanes(cols)));
+  return std::max(kTinyColumns / 2, (most + 1) / 2 * 2);
 }
 
 // How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
@@ -498,8 +499,8 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
   plan.threads_per_row = shape.ring.threads;
   plan.cluster_size = shape.ring.cluster_size;
   if (is_tiny(problem.cols)) {
-    plan.rows_per_block = kTinyThreads / kWarpSize *
-                          tiny_tile_rows(size_in_bytes(problem.x_dtype), plan.threads_per_row);
+    plan.rows_per_block = kTinyThreads / kWarpSize * (kWarpSize / plan.threads_per_row) *
+                          tiny_rows_per_lane(size_in_bytes(problem.x_dtype));
     return int64_t{kTinyBlocks} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
@@ -592,13 +593,14 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
 // there are, but for four.
 void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   constexpr int64_t kGrain = 4;
-  plan.rows_per_thread = plan.rows_per_block = kElementRows;
   if (is_tiny(problem.cols)) {
     plan.threads_per_row = tiny_lanes(problem.cols);
     plan.columns_per_thread = tiny_columns(problem.cols);
-    plan.rows_per_block *= kElementRowThreads / plan.threads_per_row;
+    plan.rows_per_thread = kTinyForwardRows;
+    plan.rows_per_block = kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
     return;
   }
+  plan.rows_per_thread = plan.rows_per_block = kElementRows;
   const int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
   plan.threads_per_row = static_cast<int>(
       lanes > kWarpSize ? ceil_div(lanes, kWarpSize) * kWarpSize

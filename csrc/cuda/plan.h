@@ -69,8 +69,9 @@ constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forwar
 constexpr int kLeastElementPairs = 4;    // of columns, of a lane of kElements in the backward
 constexpr int kTinyColumns = 8;          // of a lane of kElements in very short rows
 constexpr int kMostTinyColumns = 64;     // of such a row
-constexpr int kTinyThreads = 256;        // the block of such rows in the backward
-constexpr int kTinyBlocks = 3;           // of them, that a multiprocessor holds
+constexpr int kTinyThreads = 128;        // the block of such rows in the backward
+constexpr int kTinyBlocks = 6;           // of them, that a multiprocessor holds
+constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 
@@ -88,11 +89,8 @@ constexpr int forward_shared_bytes(int shared_chunks, bool stages) {
   return (shared_chunks * kWarpSize + stage) * kChunkBytes;
 }
 
-// Very short rows of kElements that a warp of the backward takes at once: a whole number of
-// granules, whatever their width.
-constexpr int tiny_tile_rows(int element_bytes, int lanes) {
-  return kWarpSize / lanes * (element_bytes == 2 ? 2 : 1);
-}
+// Very short rows of kElements that a lane of the backward takes one after the other.
+constexpr int tiny_rows_per_lane(int element_bytes) { return element_bytes == 2 ? 2 : 1; }
 
 // Rows that a lane of kElements holds together, which share what it reads of weight and bias.
 constexpr int kElementRows = 2;
