@@ -35,9 +35,10 @@ KERNELS = ["rows", "cluster", "split"]
 FORWARD_KERNELS = ["short_rows", "elements", "ring", *KERNELS]
 BACKWARD_KERNELS = ["few_rows", "few_elements", "elements", "ring", *KERNELS]
 SHAPES = [
-    (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048), (7, 4097),
-    (130, 66), (61, 511), (9, 1023), (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385),
-    (3, 32_769), (2, 65_536), (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
+    (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048),
+    (7, 4097), (130, 66), (301, 5), (129, 13), (1, 29), (75, 45), (61, 511), (9, 1023),
+    (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536),
+    (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
 ]  # fmt: skip
 
 
@@ -121,7 +122,8 @@ def test_forced_kernels_with_infinities(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(
-    "cols", [7, 515, 1023, 1025, 1031, 2049, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001]
+    "cols",
+    [2, 7, 13, 29, 45, 515, 1023, 1025, 1031, 2049, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001],
 )
 def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
     """At each place in 16 bytes, x and y, between NaNs: the bits that a row alone has."""
@@ -185,7 +187,15 @@ def test_forced_backward_kernels(
     force(**request)
     ran = 0
     # Also many rows: persistent blocks then work on several, the last one on none.
-    for rows, cols in (*SHAPES, (20_011, 41), (5003, 1000), (3001, 769), (2003, 5120)):
+    for rows, cols in (
+        *SHAPES,
+        (600_011, 3),
+        (80_011, 45),
+        (20_011, 41),
+        (5003, 1000),
+        (3001, 769),
+        (2003, 5120),
+    ):
         plan = plan_here("backward", rows, cols, dtype, **request)
         if (plan["kernel"], plan["weight_grads"]) != (kernel, weight_grads):
             continue

@@ -22,10 +22,10 @@ SUMMATION = (
     "kernel", "chunks_per_thread", "columns_per_thread", "threads_per_row", "cluster_size",
     "segments",
 )  # fmt: skip
-# These hold a row in the same threads and add in the same order.
 # 16-bit rows that end within a chunk and yet are not taken by column: few of their lanes are idle,
 # or a cluster holds them.
 IN_RING = (901, 1023, 1801, 2047, 3001, 4095, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767)
+# These hold a row in the same threads and add in the same order.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
 FEW = ("few_rows", "few_elements")
 COLS = sorted(
@@ -124,6 +124,9 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
         if plan["kernel"] in ("elements", "few_elements"):
             threads = plan["threads_per_row"] * plan["cluster_size"]
             assert threads * (plan["columns_per_thread"] - 4) < cols
+            if cols <= 64:  # up to eight columns of a lane, an even number of them
+                assert 8 * (threads // 2) < cols <= 8 * threads
+                continue
             most = 32 if direction == "forward" else 16  # columns of a thread
             if direction == "forward" or threads <= 32:
                 assert (
@@ -287,16 +290,17 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     for cols in (*small, *(set(IN_RING) - set(in_ring)), 50_257, 65_537, 131_071):
         for rows in (1, 60_000 if cols < 20_000 else 3000):
             plan = _C.plan("backward", rows, cols, dtype)
-            few = rows == 1 and plan["cluster_size"] <= 8
+            few = rows == 1 and cols > 64 and plan["cluster_size"] <= 8
             assert plan["kernel"] == ("few_elements" if few else "elements")
-            assert plan["weight_grads"] == ("tiles" if few else "columns" if rows == 1 else "fused")
+            columns = rows == 1 and not few and cols > 64
+            assert plan["weight_grads"] == ("tiles" if few else "columns" if columns else "fused")
             assert plan["chunks_per_thread"] == (4 if dtype == "float32" else 2)
             assert _C.plan("backward", rows, cols, dtype, aligned=False) == plan
         assert _C.plan("backward", 9, cols, dtype, kernel="ring")["kernel"] == "ring"
         others = [{"dy_dtype": other} for other in SMALL if other != dtype]
         for problem in (*others, {"compute_capability": 80}, {"dx": False}):
             assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
-    for cols in (1, 7, 31, 64, 4096, 131_073, *in_ring):
+    for cols in (1, 8, 16, 64, 4096, 131_073, *in_ring):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
     for cols in in_ring:
         for rows in (1, 60_000):
@@ -414,8 +418,11 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
 
     for capability, threads in ((75, 256), (80, 512), (86, 512), (90, 512), (100, 512)):
         block = threads * 8 * chunk
-        assert kernel(1, capability) == kernel(warp, capability) == "short_rows"
-        assert kernel(31, capability) == "short_rows"
+        assert kernel(chunk, capability) == kernel(warp, capability) == "short_rows"
+        for cols in (1, 3, 7, 13, 31):
+            by_column = small and cols % chunk != 0 and (chunk == 8 or cols < chunk)
+            assert kernel(cols, capability) == ("elements" if by_column else "short_rows"), cols
+            assert kernel(cols, capability, y_as_x=False) == "short_rows"
         for cols in (*FASTER_BY_COLUMN[chunk], *FASTER_IN_CHUNKS[chunk]):
             in_chunks = "short_rows" if cols < warp // 2 else "rows"
             if cols in FASTER_BY_COLUMN[chunk]:

@@ -252,6 +252,10 @@ def calls(device: Device) -> Iterator[Call]:
                     if any(mask):
                         yield Call("backward", 5, cols, dtype, dtype, dtype, aligned, (), mask)
                 yield Call("backward", 5, cols, dtype, dtype, None, aligned, ())
+            # So many that each warp takes several tiles of them, or one that is not full.
+            for rows, cols in ((2111, 2), (2111, 7), (80_011, 45)):
+                for direction in ("forward", "backward"):
+                    yield Call(direction, rows, cols, dtype, dtype, dtype, aligned, ())
             for rows, cols in ((2111, 40), (1031, 264), (613, 1000)):
                 if dtype != torch.float64:
                     ring = (("kernel", "ring"), ("cluster_size", 2))

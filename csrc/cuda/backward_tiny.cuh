@@ -10,11 +10,14 @@ namespace fastnorm::cuda {
 
 constexpr int kTinyStages = 3;  // tiles of a warp that are under way or worked on
 
+template <class X>
+constexpr int kTinyRows = tiny_rows_per_lane(sizeof(X));
+
 template <class X, int kLanes, int kCount>
 __global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
     backward_tiny_rows(const RingParameters<X> p) {
   if (!kStreams) return;
-  constexpr int kRows = tiny_rows_per_lane(sizeof(X));
+  constexpr int kRows = kTinyRows<X>;
   using Run = TinyRun<X, kLanes, kCount>;
   using Tile = TinyTile<X, kLanes, kCount, kRows>;
   using Values = typename Run::Values;

@@ -67,19 +67,16 @@ struct TinyRun {
         const uint32_t low = j > 0 ? pairs[(j + kCount / 2 - 1) % (kCount / 2)].bits32(0) : 0;
         const uint32_t high = j < kCount / 2 ? pairs[j % (kCount / 2)].bits32(0) : 0;
         const uint32_t word = __funnelshift_l(low, high, bits);
-        if (2 * j + 2 <= kWhole && j > 0) {
-          store_word(first + 4 * j, word);
-        } else if (j > 0 ? 2 * j + 2 <= end : odd == 0 && 2 <= end) {
-          store_word(first + 4 * j, word);
-        }
-        if (j == 0 && odd == 1) store_half(address, pairs[0].bits32(0));
+        store_word(first + 4 * j, word,
+                   j > 0 ? 2 * j + 2 <= kWhole || 2 * j + 2 <= end : odd == 0 && 2 <= end);
         if (2 * j + 1 >= kWhole && 2 * j + 1 == end) last = word;
       }
-      if (end % 2 == 1) store_half(first + 2 * (end - 1), last);
+      store_half(address, pairs[0].bits32(0), odd == 1);
+      store_half(first + 2 * (end - 1), last, end % 2 == 1);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (has(i)) store_word(address + 4 * i, __float_as_uint(values[i]));
+        store_word(address + 4 * i, __float_as_uint(values[i]), has(i));
       }
     }
   }
@@ -101,12 +98,16 @@ struct TinyRun {
     return word;
   }
 
-  static __device__ __forceinline__ void store_word(unsigned address, uint32_t word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  // Without branches: they would take as long as all the rest.
+  static __device__ __forceinline__ void store_word(unsigned address, uint32_t word, bool exists) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.u32 [%0], %1;}" ::"r"(address),
+                 "r"(word), "r"(static_cast<int>(exists))
+                 : "memory");
   }
 
-  static __device__ __forceinline__ void store_half(unsigned address, uint32_t word) {
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(word))
+  static __device__ __forceinline__ void store_half(unsigned address, uint32_t word, bool exists) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(address),
+                 "h"(static_cast<uint16_t>(word)), "r"(static_cast<int>(exists))
                  : "memory");
   }
 };
