@@ -1,6 +1,11 @@
 // Rows of a few columns that end within a chunk: a warp takes many of them at once, as they lie in
 // memory, one behind the other, into shared memory, whence one to eight lanes each read a row in
-// words of four bytes.
+// words of four bytes. Of bfloat16 rows read from device memory column by column, or kept in
+// chunks, the forward of 5162220 x 13 reached .57 of a copy on an H200, of 1065220 x 63 .67; .74
+// and .86 so. The backward of 13421772 x 5 reached .22 of an elementwise sum, so .62; of 6710886 x
+// 5 float32 .40 and .81. Read from shared memory an element at a time, as neighbours of other
+// lanes' columns, the forwards reached .62 and .64: accesses to shared memory were 96 % of what a
+// multiprocessor has.
 #pragma once
 
 #include "async.cuh"
@@ -98,7 +103,7 @@ struct TinyRun {
     return word;
   }
 
-  // Without branches: they would take as long as all the rest.
+  // Without branches, whose state is kept in local memory where there are so many.
   static __device__ __forceinline__ void store_word(unsigned address, uint32_t word, bool exists) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.u32 [%0], %1;}" ::"r"(address),
                  "r"(word), "r"(static_cast<int>(exists))
