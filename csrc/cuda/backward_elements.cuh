@@ -116,8 +116,8 @@ __device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
 
 // Starts to copy the granules in which `bytes` bytes from `source` on lie, up to kChunks by each of
 // kLanes lanes and one more by the first; `slot` is where this lane's first one goes. (By the
-// ring's copy_granules, with whole lines and lanes of any number, 524288 x 257 bfloat16 took 250 us
-// on an H200, 8192 x 16385 342 us; 241 and 325 us so.)
+// ring's copy_granules, as that was by whole lines, with lanes of any number, 524288 x 257 bfloat16
+// took 250 us on an H200, 8192 x 16385 342 us; 241 and 325 us so.)
 template <int kChunks, int kLanes>
 __device__ __forceinline__ void copy_team_granules(unsigned slot, const char* source, int bytes,
                                                    int lane) {
@@ -502,7 +502,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream) {
-  if (p.cols <= kMostTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
   const auto launch_run = [&](auto span, auto lanes, auto pairs) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kLanes = decltype(lanes)::value, kPairs = decltype(pairs)::value;

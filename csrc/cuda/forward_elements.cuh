@@ -300,7 +300,7 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
-  if (p.cols <= kMostTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
   const auto launch_lanes = [&](auto lanes, auto pairs) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
     if constexpr (kLanes > kLeastElementLanes && kColumns <= kMostElementColumns / 2) {

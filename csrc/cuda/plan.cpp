@@ -839,12 +839,12 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
                               (!asks_for_elements && ring_holds_uneven_rows(problem));
   const bool by_elements = problem.dx && elements && !forced_other && !(ring && by_ring_anyway);
   const bool tiny = by_elements && is_tiny(problem.cols);
-  if (tiny) {
-    // One kernel for few rows and many.
-  } else if (by_elements) {
+  if (by_elements) {
     const bool few =
         !forced && !asks_for(Kernel::kElements) && has_few_rows(problem, elements->ring, device);
-    if (elements->ring.cluster_size <= kMaxClusterSize && (few || asks_for(Kernel::kFewElements))) {
+    // Very short rows have one kernel for few and many.
+    const bool can = !tiny && elements->ring.cluster_size <= kMaxClusterSize;
+    if (can && (few || asks_for(Kernel::kFewElements))) {
       shape_few_rows(plan, elements->ring, problem, device, kMinTileLanes);
       plan.kernel = Kernel::kFewElements;
       plan.columns_per_thread = elements->columns;
