@@ -24,7 +24,10 @@ SUMMATION = (
 )  # fmt: skip
 # 16-bit rows that end within a chunk and yet are not taken by column: few of their lanes are idle,
 # or a cluster holds them.
-IN_RING = (901, 1023, 1801, 2047, 3001, 4095, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767)
+IN_RING = (
+    901, 1023, 1801, 2047, 3001, 4095, 4097, 5001, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767,
+    50_257,
+)  # fmt: skip
 # These hold a row in the same threads and add in the same order.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
 FEW = ("few_rows", "few_elements")
@@ -134,7 +137,9 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
                 )
             else:  # warps enough to fill a block, or several blocks of a multiprocessor
                 assert 8 < plan["columns_per_thread"] <= most
-                assert 512 // plan["threads_per_row"] * plan["threads_per_row"] >= 14 * 32
+                warps = plan["threads_per_row"] // 32
+                limits = ((12, 10), (15, 13)) if dtype == "float32" else ((16, 14),)
+                assert any(most // warps * warps >= busy for most, busy in limits)
         if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
             half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
             assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"
@@ -160,13 +165,13 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
         ), where
         assert plan.get("shared_bytes", 0) + 2048 <= SHARED_BYTES[gpu[1]], where
         assert plan["chunks_per_thread"] * together <= 8, where
-        assert plan["chunks_per_thread"] in (1, 2, 3, 4, 8), where
+        assert plan["chunks_per_thread"] in (1, 2, 3, 4, 5, 8), where
         if plan["kernel"] == "short_rows":
             assert threads <= 32, where
             assert threads * plan["rows_per_block"] // together == 64, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
         in_grid = plan["cluster_size"] > 16
-        assert in_grid or plan["cluster_size"] in (1, 2, 4, 8, 16), where
+        assert in_grid or plan["cluster_size"] in (*range(1, 9), 16), where
         assert not in_grid or plan["kernel"] == "ring", where
         assert not in_grid or plan["blocks"] <= min(gpu[0], 160), "all run at the same time"
         streams = plan["kernel"] == "ring" or (direction, plan["kernel"]) == (
@@ -285,10 +290,10 @@ def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
-    small = (33, 65, 257, 513, 850, 1201, 4097, 5001)
+    small = (33, 65, 257, 513, 850, 1201, 2105)
     in_ring = () if dtype == "float32" else IN_RING
-    for cols in (*small, *(set(IN_RING) - set(in_ring)), 50_257, 65_537, 131_071):
-        for rows in (1, 60_000 if cols < 20_000 else 3000):
+    for cols in (*small, *(set(IN_RING) - set(in_ring)), 65_537, 131_071):
+        for rows in (1, 60_000 if cols < 10_000 else 3000):
             plan = _C.plan("backward", rows, cols, dtype)
             few = rows == 1 and cols > 64 and plan["cluster_size"] <= 8
             assert plan["kernel"] == ("few_elements" if few else "elements")
@@ -323,7 +328,8 @@ def test_dx_alone_by_column(dtype: str) -> None:
     assert kernel(1000, 1023) == ("few_rows" if is_16_bit else "few_elements")
     assert kernel(60_000, 1023) == ("ring" if is_16_bit else "few_elements")
     assert kernel(60_000, 12_289) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 50_257) == "elements"
+    assert kernel(60_000, 50_257) == ("ring" if is_16_bit else "elements")
+    assert kernel(60_000, 65_537) == "elements"
 
 
 @pytest.mark.parametrize("dtype", SMALL)

@@ -134,6 +134,16 @@ __device__ __forceinline__ void copy_team_granules(unsigned slot, const char* so
   }
 }
 
+// Granules in which the columns of a team lie in a row, at most, and what the stages of a warp
+// take.
+template <class X, int kLanes, int kPairs>
+constexpr int kElementGranules =
+    kLanes * 2 * kPairs * static_cast<int>(sizeof(X)) / kChunkBytes + 1;
+
+template <class X, RingSpan kSpan, int kLanes, int kPairs>
+constexpr int kElementWarpBytes = kRingStages<X, kSpan> * 2 * (kWarpSize / kLanes) *
+                                  kElementGranules<X, kLanes, kPairs> * kChunkBytes;
+
 template <class X, RingSpan kSpan, int kLanes, int kPairs>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     backward_elements(const RingParameters<X> p) {
@@ -141,16 +151,17 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kCluster = kSpan == RingSpan::kCluster;
-  constexpr int kChunks = kRingChunks<X>;  // granules of a lane, at most
+  constexpr int kTeamGranules = kElementGranules<X, kLanes, kPairs>;
+  constexpr int kChunks = (kTeamGranules - 2) / kLanes + 1;  // granules of a lane, at most
   constexpr int kStages = kRingStages<X, kSpan>;
-  constexpr unsigned kTensorBytes = kRingGranules<X, kSpan, false> * kChunkBytes;
+  constexpr unsigned kTeamBytes = kTeamGranules * kChunkBytes;
+  constexpr unsigned kTensorBytes = kWarpSize / kLanes * kTeamBytes;
   constexpr unsigned kStageBytes = 2 * kTensorBytes;
   constexpr int kCount = kSideBySide<X>;
   constexpr int kSteps = 2 * kPairs / kCount;
   constexpr int kWhole = kSteps - 4 / kCount;  // a row's last two pairs may be missing
   constexpr int kStep = kLanes * kCount;
   constexpr int kTeams = kWarpSize / kLanes;
-  constexpr unsigned kTeamBytes = (kLanes * kChunks + 1) * kChunkBytes;
   using Columns = ElementColumns<X, kSteps, kWhole, kStep>;
   using Values = typename Columns::Values;
   using Exchange = RingExchange<kSpan>;
@@ -178,8 +189,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int64_t first = unit * kTeams + team;
   const int64_t stride = p.unit_stride * kTeams;
 
-  const unsigned ring = keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, false> +
-                             team * kTeamBytes);
+  const unsigned ring =
+      keep(shared_address(ring_memory) + warp * (kStages * kStageBytes) + team * kTeamBytes);
   const auto next_slot = [&](unsigned slot) {
     slot += kStageBytes;
     return slot == ring + kStages * kStageBytes ? ring : slot;
@@ -207,7 +218,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
         copy_team_granules<kChunks, kLanes>(mine + kTensorBytes, dy, bytes, lane);
       } else if (kShort && first + (count - to_copy) * stride >= p.rows) {
 #pragma unroll 1
-        for (int k = 0; k < kChunks + (lane == 0 ? 1 : 0); ++k) {
+        for (int k = 0; k * kLanes + lane < kTeamGranules; ++k) {
           store_shared(mine + k * kGranules, Granule());
           store_shared(mine + kTensorBytes + k * kGranules, Granule());
         }
@@ -514,12 +525,13 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
                                               tiles);
     }
     const auto kernel = backward_elements<X, kSpan, kLanes, kPairs>;
-    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, false>;
+    constexpr int kWarpBytes = kElementWarpBytes<X, kSpan, kLanes, kPairs>;
     if (threads > kMaxThreadsPerRow) return cudaErrorInvalidValue;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error =
         allow_blocks(reinterpret_cast<const void*>(kernel), kRingRowWarps * kWarpBytes,
-                     kSpan == RingSpan::kCluster, prepared);
+                     kSpan == RingSpan::kCluster, prepared,
+                     sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
     if (error != cudaSuccess) return error;
     return Launch(plan.blocks, dim3(threads), stream)
         .with_shared(threads / kWarpSize * kWarpBytes)

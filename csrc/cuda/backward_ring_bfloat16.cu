@@ -11,6 +11,8 @@ template cudaError_t launch_ring<true>(const RingParameters<BFloat16>&, const Ba
 template cudaError_t launch_ring<false>(const RingParameters<BFloat16>&, const BackwardPlan&,
                                         cudaStream_t);
 
-cudaError_t count_large_clusters(int& count) { return count_ring_clusters<BFloat16>(count); }
+cudaError_t count_clusters(DeviceProperties& properties) {
+  return count_ring_clusters<BFloat16>(properties);
+}
 
 }  // namespace fastnorm::cuda

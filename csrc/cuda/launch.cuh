@@ -80,10 +80,17 @@ class Launch {
   }
 };
 
+// Of all that a multiprocessor can give to shared memory, in percent, what leaves room enough for
+// an L1 cache through which copies into it pass (see copy_async).
+constexpr int kCachedShare = 72;
+
 // Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
-// more blocks than all devices offer. `prepared`: of this kernel, a bit for each device.
+// more blocks than all devices offer. `prepared`: of this kernel, a bit for each device. `share`:
+// of what a multiprocessor can give to shared memory, what it is to give, in percent, if the blocks
+// do not need more; by default the driver makes room for as many blocks as there are threads for.
 inline cudaError_t allow_blocks(const void* kernel, int bytes, bool large_clusters,
-                                std::atomic<uint64_t>& prepared) {
+                                std::atomic<uint64_t>& prepared,
+                                int share = cudaSharedmemCarveoutDefault) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -91,6 +98,9 @@ inline cudaError_t allow_blocks(const void* kernel, int bytes, bool large_cluste
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && large_clusters) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, share);
   }
   if (error == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
   return error;

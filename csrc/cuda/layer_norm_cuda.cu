@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <mutex>
 
 #include "backward.cuh"
 #include "forward.cuh"
@@ -35,32 +36,34 @@ int usable_capability(int capability) {
 }  // namespace
 
 cudaError_t device_properties(int device, DeviceProperties& properties) {
-  // Packed into one word, so that threads may race to fill it: all write the same.
-  static std::array<std::atomic<int64_t>, kMaxDevices> cache = {};
+  static std::array<std::atomic<bool>, kMaxDevices> known = {};
+  static std::array<DeviceProperties, kMaxDevices> cache;
+  static std::mutex filling;
   const bool cacheable = device >= 0 && device < kMaxDevices;
-  int64_t packed = cacheable ? cache[device].load(std::memory_order_relaxed) : 0;
-  if (packed == 0) {
-    int sm_count = 0, major = 0, minor = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    }
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    }
-    if (error != cudaSuccess) return error;
-    const int capability = usable_capability(major * 10 + minor);
-    int large_clusters = 0;
-    if (capability >= kClusters) {
-      error = count_large_clusters(large_clusters);
-      if (error != cudaSuccess) return error;
-    }
-    packed = (int64_t{sm_count} << 32) | (int64_t{large_clusters} << 16) | capability;
-    if (cacheable) cache[device].store(packed, std::memory_order_relaxed);
+  if (cacheable && known[device].load(std::memory_order_acquire)) {
+    properties = cache[device];
+    return cudaSuccess;
   }
-  properties.sm_count = static_cast<int>(packed >> 32);
-  properties.large_clusters = static_cast<int>(packed >> 16 & 0xffff);
-  properties.compute_capability = static_cast<int>(packed & 0xffff);
+  int major = 0, minor = 0;
+  cudaError_t error =
+      cudaDeviceGetAttribute(&properties.sm_count, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error != cudaSuccess) return error;
+  properties.compute_capability = usable_capability(major * 10 + minor);
+  if (properties.compute_capability >= kClusters) error = count_clusters(properties);
+  if (error != cudaSuccess) return error;
+  if (cacheable) {
+    const std::lock_guard<std::mutex> lock(filling);
+    if (!known[device].load(std::memory_order_relaxed)) {
+      cache[device] = properties;
+      known[device].store(true, std::memory_order_release);
+    }
+  }
   return cudaSuccess;
 }
 

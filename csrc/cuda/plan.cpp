@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <array>
 
 namespace fastnorm::cuda {
 namespace {
@@ -123,12 +124,28 @@ struct RingShape {
 // with 256.
 int ring_threads(DType x_dtype) { return size_in_bytes(x_dtype) == 2 ? 512 : 256; }
 
-// Of the threads that stream on a multiprocessor, the share that has columns when `blocks` of a
-// cluster hold a row that takes `threads`.
-double busy_share(int64_t threads, int blocks, int64_t block_threads, int most) {
-  const int64_t resident = most / block_threads * block_threads;
-  return static_cast<double>(threads) / static_cast<double>(blocks * block_threads) *
-         static_cast<double>(resident) / most;
+// Of all multiprocessors, those on which clusters of 1, 2, ... 8 blocks find a place, with a block
+// on each and with several. (GPCs of an H200 have 14 to 18.)
+constexpr double kClusterFit[2][kMaxClusterSize] = {{1, 1, 0.89, 0.91, 0.83, 0.77, 0.80, 0.91},
+                                                    {1, 1, 0.90, 0.94, 0.89, 0.89, 0.85, 0.91}};
+
+double cluster_fit(int size, int64_t blocks) { return kClusterFit[blocks > 1][size - 1]; }
+
+// The threads that have columns when rows that take `threads` are held by `size` blocks of
+// `block_threads`, as a share of the `most` that stream on every multiprocessor.
+double busy_share(int64_t threads, int size, int64_t block_threads, int most) {
+  const int64_t blocks = std::max<int64_t>(1, most / block_threads);
+  return static_cast<double>(threads * blocks) / static_cast<double>(size * int64_t{most}) *
+         cluster_fit(size, blocks);
+}
+
+// How many clusters of `size` blocks run side by side, `blocks` of them on a multiprocessor. More
+// would wait for the end of others, and take twice the time.
+int resident_clusters(int size, int64_t blocks, const DeviceProperties& device) {
+  const int known = blocks <= kMostResident ? device.clusters[size - 1][blocks - 1] : 0;
+  if (known > 0) return known;
+  const auto all = static_cast<double>(device.sm_count * blocks) * cluster_fit(size, blocks);
+  return std::max(1, static_cast<int>(all / size));
 }
 
 int64_t bytes_of(const BackwardProblem& problem) {
@@ -147,7 +164,7 @@ bool are_few(int64_t partials, const BackwardProblem& problem) {
 // Of `blocks` that leave rows of partial sums, so many have to merge theirs, in a cluster. No more
 // than it takes: 32768 x 4096 bfloat16 took 199.7 us on an H200 with two of them, 196.3 us with
 // each for itself; 16384 x 8191 (by column) 268.8 us with four, which do not fit on all
-// multiprocessors (see shape_ring), 241.6 us with two.
+// multiprocessors, 241.6 us with two.
 int least_merged(int64_t blocks, const BackwardProblem& problem) {
   constexpr int kMost = 4;
   int merged = 1;
@@ -270,9 +287,23 @@ bool ends_within_a_chunk(const BackwardProblem& problem) {
   return problem.cols % chunk_columns(problem.x_dtype) != 0;
 }
 
-// A block that holds the row, or the smallest cluster of blocks that leaves few threads without
-// columns: 16384 x 10240 bfloat16 took .84 of an elementwise sum on an H200 in clusters of two with
-// 320 threads each, .92 in clusters of four with 160, of which three blocks fit. Or none.
+// A block that holds the row, or the smallest cluster of blocks, of any number of them, that leaves
+// few threads without columns; or else the one that leaves the fewest. Of an elementwise sum, 134
+// MB on an H200:
+//
+// bfloat16, 8704 columns: pairs with 288 threads .76, threes with 192 .81, fours with 160 .83.
+//   11264: pairs with 352 .85, threes with 256, two on a multiprocessor, .86, eights with 96 .84.
+//   17408: fours with 288 .70, threes with 384 .80, fives with 224 .84, eights with 160 .81.
+//   24576: fours with 384 .84, threes with 512 .87. 34816: eights with 288 .71, fives with 448 .82.
+// float32, in twice the threads and columns that stream otherwise rather than with idle ones: 4352
+//   columns, pairs with 160, one on a multiprocessor, .73, one block with 288 .92; 6144, one block
+//   .90; 8192, one block .89, pairs .91; 9216, pairs with 160 .76, pairs with 288 .90; 18432,
+//   eights with 160 .75, fours with 288 .89.
+//
+// Rows that end within a chunk wait less for each other in several blocks on a multiprocessor, and
+// in clusters of a power of two: 12289 columns of bfloat16, pairs with 416 threads .59, fives with
+// 160 .65; 32767, fours with 512 .64, eights with 256 .68; 20001, fives with 256 .65, eights with
+// 160 .67.
 std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
                                     const PlanRequest& request) {
   // Very short rows have too few columns per lane for the ring's bookkeeping: 8388608 x 16 bfloat16
@@ -280,16 +311,13 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   // 237 us. (And dx of a single column, exactly zero, takes the other kernel's order of
   // operations.)
   constexpr int64_t kFewChunks = 4;
-  constexpr double kBusy = 0.7;
   if (!streams(problem, device) || problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
     return std::nullopt;
   }
   const bool wide_dy = has_wide_dy(problem);
   if (!has_one_dtype(problem) && !wide_dy) return std::nullopt;
-  int least_size = 1;
-  if (request.cluster_size && *request.cluster_size <= kMaxClusterSize) {
-    least_size = static_cast<int>(next_power_of_two(std::max(1, *request.cluster_size)));
-  }
+  const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
+  const int least_size = asked ? std::max(1, *request.cluster_size) : 1;
   const int64_t threads = ceil_div(ceil_div(problem.cols, chunk_columns(problem.x_dtype)),
                                    backward_chunks(problem.x_dtype));
   // Grids are compiled for one dtype only.
@@ -298,29 +326,38 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (least_size == 1 && threads <= kWarpSize) {
     return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
   }
-  // Rows that end within a chunk wait less for each other in two clusters of eight than in one of
-  // four: of an elementwise sum, bfloat16 on an H200, 32767 columns .68 and .64, 24001 .63 and .61.
-  const auto is_split = [&](const RingShape& shape) {
-    return ends_within_a_chunk(problem) && shape.cluster_size == 4 && least_size == 1 &&
-           shape.threads > kMaxThreadsPerRow / 2;
-  };
-  for (int most : {ring_threads(problem.x_dtype), kMaxThreadsPerRow}) {
-    RingShape best;
-    double best_share = 0;
-    for (int size = least_size; size <= kMaxClusterSize; size *= 2) {
-      const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
-      if (each > most) continue;
-      const RingShape shape{static_cast<int>(each), size};
-      if (is_split(shape)) continue;
-      const double share = busy_share(threads, size, each, most);
-      if (size == least_size || share >= kBusy) return shape;
-      if (share > best_share) {
-        best = shape;
-        best_share = share;
-      }
+  constexpr double kBusy = 0.74;
+  constexpr double kLeastOfBlock = 0.62;  // of rows that end within a chunk
+  constexpr double kAlone = 0.85;         // of their pairs, with one block on a multiprocessor
+  constexpr double kTooBusy = 1.5;        // of what float32 has otherwise
+  constexpr std::array<int, 8> kInTurn = {1, 2, 3, 4, 5, 6, 7, 8};
+  constexpr std::array<int, 8> kPowersFirst = {1, 2, 4, 8, 3, 5, 6, 7};
+  const int most = ring_threads(problem.x_dtype);
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const bool waits = is_16_bit && ends_within_a_chunk(problem);
+  const bool in_turn = asked || (is_16_bit && !waits);
+  RingShape best;
+  double best_share = 0;
+  for (int size : in_turn ? kInTurn : kPowersFirst) {
+    const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
+    if (size < least_size || each > kMaxThreadsPerRow) continue;
+    const RingShape shape{static_cast<int>(each), size};
+    if (asked) return shape;
+    const double share = busy_share(threads, size, each, most);
+    const bool alone = most / each <= 1;
+    bool fits = share <= kTooBusy;
+    if (size == 1) {
+      fits &= !waits || 2 * threads <= kMaxThreadsPerRow || share >= kLeastOfBlock;
+    } else {
+      fits &= share >= kBusy && !(waits && alone && (size > 2 || share < kAlone));
     }
-    if (best_share > 0) return best;
+    if (fits) return shape;
+    if (share > best_share) {
+      best = shape;
+      best_share = share;
+    }
   }
+  if (best_share > 0) return best;
   const int64_t each = ceil_div(ceil_div(threads, kLargeClusterSize), kWarpSize) * kWarpSize;
   if (device.large_clusters > 0 && each <= kMaxThreadsPerRow) {
     return RingShape{static_cast<int>(each), kLargeClusterSize};
@@ -341,28 +378,43 @@ int tiny_columns(int64_t cols) {
 }
 
 // How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
-// are as many as share a block's kMaxThreadsPerRow well, and have 5 to 8 pairs of columns per lane.
-// Clusters of four are rather replaced by ones of eight with fewer warps in a block: 8192 x 16385
-// bfloat16 took 427 us on an H200 with four times 14 warps, 336 us with eight times 5.
+// are as many as share those of a multiprocessor well, and have 5 to 8 pairs of columns per lane.
 struct ElementShape {
   RingShape ring;
-  int columns = 0;  // of a lane, at most
+  int columns = 0;   // of a lane, at most
+  int together = 1;  // rows of a block, or blocks of clusters on a multiprocessor
 };
 
+// Warps that stream rows by column on a multiprocessor, and how many of them are to have columns.
+struct StreamWarps {
+  int64_t most, busy;
+};
+
+// Clusters of four are rather replaced by ones of eight with fewer warps in a block: 8192 x 16385
+// bfloat16 took 427 us on an H200 with four times 14 warps, 336 us with eight times 5. Of float32,
+// whose stages take twice the shared memory, fewer warps leave the L1 cache room for copies: 32746
+// x 1023, by two warps each, .79 of an elementwise sum with 16 of them, .89 with 12, 15914 x 2105,
+// by five, .89 with 15 and .89 with 10; but 2726 x 12289 .85 in pairs with 13, .79 in fours
+// with 10.
+std::array<StreamWarps, 2> stream_warps(DType x_dtype) {
+  if (size_in_bytes(x_dtype) == 2) return {{{16, 14}, {16, 14}}};
+  return {{{kMostCachedThreads / kWarpSize, 10}, {15, 13}}};
+}
+
 // Whether rows that end within a chunk are better off in the ring than by column: of a 16-bit type,
-// in warps with few idle lanes. Of an elementwise sum, bfloat16 on an H200, in the ring and by
-// column: 511 columns .80 and .78, 850 .72 and .75, 900 .76 and .74, 1023 .81 and .77, 1201 .69 and
-// .72, 1801 .74 and .73, 2047 .80 and .77, 4095 .78 and .74, 5001 .64 and .65, 7001 .65 and .63,
-// 8191 .66 and .66, 10001 .67 and .59, 24001 .63 and .24, 32767 .68 and .63, 50257 .53 and .54;
-// float32 1023 .84 and .83, 16383 .72 and .81.
+// long ones, and others in warps with few idle lanes. Of an elementwise sum, 134 MB on an H200, in
+// the ring and by column: bfloat16 551 columns .51 and .66, 1023 .84 and .83, 1317 .74 and .79,
+// 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80, 4097 .63 and .59, 5501
+// .65 and .59, 8357 .64 and .55, 12289 .66 and .66, 24577 .60 and .61, 32769 .57 and .46, 50257 .56
+// and .53; float32 1023 .85 and .89, 2501 .89 and .89, 4095 .81 and .88, 7799 .77 and .87.
 bool ring_holds_uneven_rows(const BackwardProblem& problem) {
   constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
-  constexpr int64_t kMostColumns = 32768;
+  constexpr int64_t kMostColumns = 65536;
   if (size_in_bytes(problem.x_dtype) != 2 || problem.cols > kMostColumns) return false;
   const int64_t warp_columns =
       kWarpSize * backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
   const int64_t warps = ceil_div(problem.cols, warp_columns);
-  if (warps > kWarps) return true;
+  if (2 * warps > kWarps) return true;
   const int64_t rows = kWarps / warps;  // of a block
   const auto cols = static_cast<double>(problem.cols);
   return warps > 1 && cols >= 0.87 * static_cast<double>(warps * warp_columns) &&
@@ -373,8 +425,6 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                                           const DeviceProperties& device,
                                           const PlanRequest& request) {
   constexpr int64_t kMostPairs = 8;
-  constexpr int64_t kMostWarps = kMaxThreadsPerRow / kWarpSize;
-  constexpr int64_t kBusyWarps = 14;
   // A single column's dx is exactly zero, but not in this order of operations.
   if (!ends_within_a_chunk(problem) || problem.cols == 1 || !has_one_dtype(problem) ||
       !streams(problem, device)) {
@@ -390,20 +440,32 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   const int64_t lanes = ceil_div(problem.cols, 2 * kMostPairs);
   if (lanes <= kWarpSize && least_size == 1) {
     const int64_t team = std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes));
-    return ElementShape{{static_cast<int>(team), 1}, static_cast<int>(columns_of(team))};
+    return ElementShape{{static_cast<int>(team), 1},
+                        static_cast<int>(columns_of(team)),
+                        static_cast<int>(kMaxThreadsPerRow / team)};
   }
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const int most_size = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
   std::optional<ElementShape> found;
   for (int size = least_size; size <= most_size; size *= 2) {
     int64_t warps = ceil_div(ceil_div(lanes, kWarpSize), size);
-    if (warps > kMostWarps) continue;
-    const bool busy = kMostWarps / warps * warps >= kBusyWarps;
+    bool busy = false;
+    int64_t most = 0;
+    for (const StreamWarps& all : stream_warps(problem.x_dtype)) {
+      if (busy || warps > all.most) continue;
+      busy = all.most / warps * warps >= all.busy;
+      if (busy || most == 0) most = all.most;
+    }
+    if (most == 0) continue;
     if (found && (!busy || size > kMaxClusterSize)) continue;
-    while (kMostWarps / warps * warps < kBusyWarps) ++warps;
+    const int64_t least_busy = stream_warps(problem.x_dtype)[0].busy;
+    while (!busy && most / warps * warps < least_busy) ++warps;
     const int64_t columns = columns_of(warps * size * kWarpSize);
     if (columns <= 2 * kLeastElementPairs) break;  // more blocks than have enough to do
-    found = ElementShape{{static_cast<int>(warps * kWarpSize), size}, static_cast<int>(columns)};
-    if (busy || asked || size < 4 || size == kMaxClusterSize) break;
+    found = ElementShape{{static_cast<int>(warps * kWarpSize), size},
+                         static_cast<int>(columns),
+                         static_cast<int>(most / warps)};
+    if (busy || asked || !is_16_bit || size < 4 || size == kMaxClusterSize) break;
   }
   return found;
 }
@@ -419,8 +481,13 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
 // blocks, .925 with 116; 32768 x 4096 .96 and .95, and .93 with 112 and 120.
 //
 // It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095: .66
-// with 132 blocks, .59 with 116), and where many lanes have no column or warps no row. The latter
-// also have larger blocks (262144 x 768: .96 with 131 blocks of 640 threads).
+// with 132 blocks, .59 with 116), and where fewer or more columns stream on a multiprocessor than
+// stream_threads hold (29079 x 1152 float32, three rows: .95 with 131 blocks, .91 with 115; 13085 x
+// 2560, two: .91 and .88). Rows of a block are as many as come near that.
+//
+// Clusters of more than two are as many as find a place: 4096 x 65536 bfloat16 .955 with 120
+// blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as
+// many 16-bit columns stream: 8192 x 16384 .92 with 132, .93 with 116.
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
@@ -430,15 +497,17 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool in_cluster = shape.cluster_size > 1;
   const bool short_rows = shape.threads <= kWarpSize && !in_cluster;
-  const int block_threads = short_rows ? kMaxThreadsPerRow : ring_threads(problem.x_dtype);
-  // Of a block, or of a multiprocessor that holds several blocks of clusters.
-  const int64_t together = std::max(1, block_threads / shape.threads);
-  int64_t most_rows = in_cluster ? 1 : together;
-  const double busy = static_cast<double>(problem.cols) * static_cast<double>(together) /
-                      (static_cast<double>(chunk_columns(problem.x_dtype)) *
-                       plan.chunks_per_thread * block_threads * shape.cluster_size);
-  const bool idle = is_16_bit && !short_rows && busy < 0.8;
-  if (idle && plan.vectorized && !in_cluster) most_rows = kMaxRingThreads / shape.threads;
+  const int stream_threads = ring_threads(problem.x_dtype);
+  // Blocks of a cluster on a multiprocessor, or rows of a block.
+  const int64_t blocks_together = std::max(1, stream_threads / shape.threads);
+  const int64_t near = ((is_16_bit ? 8000 : 4300) + problem.cols / 2) / problem.cols;
+  const int64_t most_threads = !is_16_bit        ? kMostCachedThreads
+                               : plan.vectorized ? kMaxRingThreads
+                                                 : kMaxThreadsPerRow;
+  const int64_t room = std::max<int64_t>(1, most_threads / shape.threads);
+  const int64_t most_rows = in_cluster   ? 1
+                            : short_rows ? kMaxThreadsPerRow / shape.threads
+                                         : std::clamp<int64_t>(near, 1, room);
   // Few rows: smaller blocks on more multiprocessors.
   const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
@@ -447,21 +516,26 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const int sms = device.sm_count;
   if (shape.grid_rows > 0) return shape.grid_rows * shape.cluster_size;
   if (sms < kFewMultiprocessors) return std::max(sms, shape.cluster_size);
-  const bool by_memory = plan.vectorized && !idle;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
-  if (shape.cluster_size > 2) {
-    // They do not fit into what is left of some GPCs; one that has to wait for another's end
-    // doubles the time.
-    const bool few = by_memory && together == 1;
-    return (sms - sms / (few ? 8 : 11)) * together / shape.cluster_size * shape.cluster_size;
-  }
-  if (in_cluster) return (by_memory ? sms - sms / 8 : sms) * together / 2 * 2;
-  if (short_rows) return by_memory && is_16_bit ? sms - sms / 11 : sms;
   const int some = sms - sms / 8;
-  const int blocks = !plan.vectorized ? sms : idle ? (sms - 1) | 1 : (some - 1) | 1;
+  if (short_rows) return plan.vectorized && is_16_bit ? sms - sms / 11 : sms;
+  // Columns that stream on a multiprocessor, as a share of those of stream_threads.
+  const double columns = static_cast<double>(problem.cols) *
+                         static_cast<double>(in_cluster ? blocks_together : most_rows) /
+                         static_cast<double>(stream_threads * plan.chunks_per_thread *
+                                             chunk_columns(problem.x_dtype) * shape.cluster_size);
+  if (in_cluster) {
+    const bool fewer = plan.vectorized && columns >= 0.9 &&
+                       shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
+    const int all = resident_clusters(shape.cluster_size, blocks_together, device);
+    return (fewer ? some / shape.cluster_size : all) * shape.cluster_size;
+  }
+  const bool by_memory = plan.vectorized && columns >= 0.9 && columns <= 1.1;
+  const int blocks = !plan.vectorized ? sms : ((by_memory ? some : sms) - 1) | 1;
   const int merged = least_merged(blocks, problem);
   if (merged == 1) return blocks;
-  return merged == 2 && !by_memory ? blocks / 2 * 2 : some / 4 * 4;
+  if (by_memory) return some / 4 * 4;
+  return merged == 2 ? blocks / 2 * 2 : resident_clusters(4, 1, device) * 4;
 }
 
 // Whether rows are better off one by one than in the ring: for dx alone, or where x and dy are
@@ -504,26 +578,21 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return int64_t{kTinyBlocks} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
-  // Of a multiprocessor, in one block or in several of clusters.
-  const int64_t together = kMaxThreadsPerRow / plan.threads_per_row;
+  const int64_t together = shape.together;
   const int64_t least_rows = std::max(1, kWarpSize / plan.threads_per_row);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block =
       in_cluster ? 1 : static_cast<int>(std::min(std::max(together, least_rows), spread));
   const int sms = device.sm_count;
   if (plan.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
-  // Larger clusters do not fit everywhere (see shape_ring). Of an elementwise sum, bfloat16 on an
-  // H200: 16384 x 12289 .67 with all multiprocessors, .60 with 116; in clusters of four 4096 x
-  // 32767 .66 with 116, .36 with 124; in clusters of eight 4096 x 50257 .53 with 120, .48 with 112.
-  // Blocks that merge their sums in fours are such clusters as well.
+  // All multiprocessors: 16384 x 12289 bfloat16 .67 of an elementwise sum on an H200 with 132, .60
+  // with 116; but no more clusters than find a place: in fours 4096 x 32767 .66 with 116 blocks,
+  // .36 with 124. Blocks that merge their sums in fours are such clusters as well.
   if (!in_cluster) {
     const int merged = sms < kFewMultiprocessors ? 1 : least_merged(sms, problem);
-    return merged == 4 ? (sms - sms / 8) / 4 * 4 : sms / merged * merged;
+    return merged == 4 ? resident_clusters(4, 1, device) * 4 : sms / merged * merged;
   }
-  const int some = plan.cluster_size == 2                    ? sms
-                   : plan.cluster_size == 8 && together == 1 ? sms - sms / 11
-                                                             : sms - sms / 8;
-  return std::max<int64_t>(1, some * together / plan.cluster_size) * plan.cluster_size;
+  return resident_clusters(plan.cluster_size, together, device) * plan.cluster_size;
 }
 
 // Rows as in the ring, one per group of threads, and before them the tiles of columns.
@@ -566,6 +635,13 @@ int64_t most_forward_threads(const DeviceProperties& device) {
   int64_t threads = kMaxThreadsPerRow;
   while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
   return threads;
+}
+
+// Whether lanes of short rows may have three chunks or five, and not two or four alone: kernels for
+// that are compiled where all tensors have one dtype.
+bool in_any_chunks(const ForwardProblem& problem) {
+  return problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
+         problem.cols % chunk_columns(problem.x_dtype) == 0;
 }
 
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
@@ -699,13 +775,18 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
 // four, accesses to very short rows are less scattered (2097152 x 64: 135 us for 142 us) and rows
 // that end within a chunk have more threads at work (526344 x 255: 200 us for 218 us); rows of 96
 // to 192 columns take 3 % more.
-void shape_short_rows(ForwardPlan& plan, int64_t chunks, bool uneven) {
+void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
+                      bool uneven) {
   const int64_t chunks_per_lane = chunks <= 8 || (uneven && chunks <= 64) ? 2 : 4;
-  const int64_t lanes = next_power_of_two(ceil_div(chunks, chunks_per_lane));
+  const int64_t lanes =
+      std::min<int64_t>(kWarpSize, next_power_of_two(ceil_div(chunks, chunks_per_lane)));
+  const int64_t least = ceil_div(chunks, lanes);  // of a lane
   plan.threads_per_row = static_cast<int>(lanes);
   plan.chunks_per_thread = static_cast<int>(std::min(chunks_per_lane, next_power_of_two(chunks)));
-  if (lanes == kWarpSize && chunks > 64 && chunks <= 96) plan.chunks_per_thread = 3;
-  plan.rows_per_thread = kRegisterChunks / plan.chunks_per_thread;
+  if (least > kRegisterChunks || (least == 3 && (lanes == kWarpSize || in_any_chunks(problem)))) {
+    plan.chunks_per_thread = static_cast<int>(least);
+  }
+  plan.rows_per_thread = std::max(1, kRegisterChunks / plan.chunks_per_thread);
   plan.rows_per_block = kShortRowThreads / plan.threads_per_row * plan.rows_per_thread;
 }
 
@@ -777,7 +858,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   plan.vectorized = problem.aligned && !uneven;
   switch (plan.kernel) {
     case Kernel::kShortRows:
-      shape_short_rows(plan, chunks, uneven);
+      shape_short_rows(plan, problem, chunks, uneven);
       break;
     case Kernel::kRows:
       shape_rows(plan, problem, columns);

@@ -13,6 +13,7 @@
 // it came in.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -20,11 +21,18 @@
 
 namespace fastnorm::cuda {
 
+constexpr int kMaxClusterSize = 8;     // what every device with clusters offers
+constexpr int kLargeClusterSize = 16;  // what some offer, if their GPCs are large enough
+constexpr int kMostResident = 5;       // blocks of clusters on a multiprocessor that plans ask for
+
 struct DeviceProperties {
   int sm_count = 0;
   int compute_capability = 0;  // 90 for 9.0
   int large_clusters = 0;      // of kLargeClusterSize blocks of kRing, that run side by side
   bool whole_grids = true;  // whether a block on nearly every multiprocessor is sure of its place
+  // Clusters of 1, 2, ... blocks that run side by side, with a block on each multiprocessor, two,
+  // and so on; zero where nobody has asked.
+  std::array<std::array<int, kMostResident>, kMaxClusterSize> clusters = {};
 };
 
 enum class Kernel : uint8_t {
@@ -41,6 +49,7 @@ enum class Kernel : uint8_t {
 // Chunks that a thread of the forward holds: in registers, or in long rows, of which some are in
 // shared memory (64 columns of a 16-bit row, 32 of float32).
 constexpr int kRegisterChunks = 4;
+constexpr int kMostShortChunks = 5;  // of a lane of kShortRows, where all tensors have one dtype
 constexpr int kForwardChunks = 8;
 
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which weight and the
@@ -54,13 +63,12 @@ constexpr int backward_chunks(DType x_dtype) {
 constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
-constexpr int kMaxClusterSize = 8;       // what every device with clusters offers
-constexpr int kLargeClusterSize = 16;    // what some offer, if their GPCs are large enough
 constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid that runs as a whole
 constexpr int kGridExchanges = 4;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;     // a block of the backward that several rows share
 constexpr int kMaxRingThreads = 640;     // the largest block of kRing
+constexpr int kMostCachedThreads = 384;  // of float32, whose stages leave the L1 cache enough room
 constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles: at least
 constexpr int kMaxTileLanes = 8;         // and at most
 constexpr int kElementRowThreads = 128;  // the block of kElements

@@ -425,8 +425,8 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
 // dy has x's dtype, or is float32 beside a 16-bit x, with two granules for a chunk of x. Those lie
 // in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
-// registers on an H200, 146 us so.
-template <class X, class DY, RingSpan kSpan, bool kVectorized>
+// registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
+template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached>
 __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
@@ -529,14 +529,17 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       } else if constexpr (kVectorized) {
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
-          if (left_of(k) > 0) copy_async(slot + k * chunk_step, x + k * lanes * kChunkBytes);
+          if (left_of(k) > 0) {
+            copy_granule<kCached>(slot + k * chunk_step, x + k * lanes * kChunkBytes);
+          }
         }
 #pragma unroll
         for (int k = 0; k < kChunks * kDyParts; ++k) {
           const bool exists =
               kWideDy ? (lane + k * lanes) * kColumns < run * kDyParts : left_of(k) > 0;
           if (exists) {
-            copy_async(slot + dy_copies + k * dy_copy_step, dy + k * lanes * kChunkBytes);
+            copy_granule<kCached>(slot + dy_copies + k * dy_copy_step,
+                                  dy + k * lanes * kChunkBytes);
           }
         }
       } else if (to_copy > careful) {
@@ -927,29 +930,41 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
 }
 
-// How many clusters of kLargeClusterSize of the ring's largest blocks run side by side.
+// How many clusters of the ring's blocks run side by side: of kLargeClusterSize of the largest, and
+// of each smaller size, with a multiprocessor's threads in one block or several.
 template <class X>
-cudaError_t count_ring_clusters(int& count) {
-  const auto kernel = backward_ring<X, X, RingSpan::kCluster, true>;
-  constexpr int kBytes = kRingRowWarps * kRingWarpBytes<X, RingSpan::kCluster, true>;
+cudaError_t count_ring_clusters(DeviceProperties& properties) {
+  const auto kernel = backward_ring<X, X, RingSpan::kCluster, true, true>;
+  constexpr int kWarpBytes = kRingWarpBytes<X, RingSpan::kCluster, true>;
   std::atomic<uint64_t> prepared{0};
-  const cudaError_t error =
-      allow_blocks(reinterpret_cast<const void*>(kernel), kBytes, true, prepared);
+  const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
+                                         kRingRowWarps * kWarpBytes, true, prepared);
   if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(kLargeClusterSize);
-  config.blockDim = dim3(kMaxThreadsPerRow);
-  config.dynamicSmemBytes = kBytes;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kLargeClusterSize;
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
-    count = 0;  // not on this device
-    cudaGetLastError();
+  const auto count = [&](int size, int together) {
+    const int warps = kRingRowWarps / together;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(size);
+    config.blockDim = dim3(warps * kWarpSize);
+    config.dynamicSmemBytes = warps * kWarpBytes;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = size;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      clusters = 0;  // not on this device
+      cudaGetLastError();
+    }
+    return clusters;
+  };
+  properties.large_clusters = count(kLargeClusterSize, 1);
+  for (int size = 1; size <= kMaxClusterSize; ++size) {
+    for (int together = 1; together <= kMostResident; ++together) {
+      properties.clusters[size - 1][together - 1] = count(size, together);
+    }
   }
   return cudaSuccess;
 }
@@ -957,9 +972,9 @@ cudaError_t count_ring_clusters(int& count) {
 template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
-  const auto launch_span = [&](auto span) {
+  const auto launch_span = [&](auto span, auto cached) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    const auto kernel = backward_ring<X, DY, kSpan, kVectorized>;
+    const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value>;
     constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, DY>;
     constexpr int kMostWarps =
         kSpan == RingSpan::kBlock && kVectorized && sizeof(X) == 2 ? kRingWarps : kRingRowWarps;
@@ -967,9 +982,9 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     const int bytes = threads / kWarpSize * kWarpBytes;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
-    const cudaError_t error =
-        allow_blocks(reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes,
-                     kSpan == RingSpan::kCluster, prepared);
+    const cudaError_t error = allow_blocks(
+        reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, kSpan == RingSpan::kCluster,
+        prepared, sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
     if (error != cudaSuccess) return error;
     if constexpr (kSpan == RingSpan::kGrid) {
       return Launch(plan.blocks, dim3(threads), stream).with_shared(bytes).together()(kernel, p);
@@ -981,18 +996,22 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
   };
   if (plan.cluster_size > kLargeClusterSize) {
     if constexpr (std::is_same_v<X, DY>) {
-      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>());
+      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), std::true_type());
     } else {
       return cudaErrorInvalidValue;
     }
   }
   if (plan.cluster_size > 1) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());
+    const std::integral_constant<RingSpan, RingSpan::kCluster> cluster;
+    if constexpr (sizeof(X) == 4 && kVectorized) {
+      if (plan.threads_per_row > kMostCachedThreads) return launch_span(cluster, std::false_type());
+    }
+    return launch_span(cluster, std::true_type());
   }
   if (plan.threads_per_row > kWarpSize) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>());
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>(), std::true_type());
   }
-  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>());
+  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>(), std::true_type());
 }
 
 }  // namespace fastnorm::cuda

@@ -69,9 +69,9 @@ template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream);
 
-// How many clusters of kLargeClusterSize blocks of the ring the current device runs side by side.
-// By one instantiation for all: of none does a multiprocessor hold two such blocks.
-cudaError_t count_large_clusters(int& count);
+// How many clusters of the ring's blocks the current device runs side by side, by one instantiation
+// for all.
+cudaError_t count_clusters(DeviceProperties& properties);
 
 // Of few_rows.cuh: few of them.
 template <class X>
