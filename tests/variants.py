@@ -43,7 +43,7 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
         {"kernel": "elements"},
         *({"kernel": "elements", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "ring"},
-        *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8, GRID)),
+        *({"kernel": "ring", "cluster_size": size} for size in (2, 3, 4, 8, GRID)),
         {"kernel": "rows"},
         *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "split"},
@@ -54,7 +54,7 @@ BACKWARD_REQUESTS += [
     {"kernel": "few_elements"},
     *({"kernel": "few_elements", "cluster_size": size} for size in (2, 4, 8)),
     {"kernel": "few_rows"},
-    *({"kernel": "few_rows", "cluster_size": size} for size in (2, 4, 8)),
+    *({"kernel": "few_rows", "cluster_size": size} for size in (2, 3, 4, 8)),
 ]
 MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hold
 
@@ -230,7 +230,7 @@ def calls(device: Device) -> Iterator[Call]:
                 ("backward", BACKWARD_REQUESTS),
             ):
                 for request in requests:
-                    if not plain and (not request or request.get("cluster_size") in (4, 8)):
+                    if not plain and (not request or request.get("cluster_size") in (3, 4, 8)):
                         continue  # the same code as others
                     items = tuple(request.items())
                     size = dtype.itemsize

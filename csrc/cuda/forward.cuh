@@ -102,9 +102,8 @@ constexpr bool kBySpan = kLanes >= 8 && 2 * kChunks > kRegisterChunks && !kVecto
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
 template <class X, class W, int kLanes, int kChunks, bool kVectorized>
 constexpr int kShortRowBlocks =
-    kChunks <= kRegisterChunks &&
-            (kBySpan<kLanes, kChunks, kVectorized> ||
-             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks)))
+    kBySpan<kLanes, kChunks, kVectorized> ||
+            (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
         ? 12
         : 8;
 
@@ -116,8 +115,8 @@ __global__ void __launch_bounds__(kShortRowThreads,
     forward_short_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
-  constexpr int kRows = kChunks < kRegisterChunks ? kRegisterChunks / kChunks : 1;
-  constexpr int kTeams = kWarpSize / kLanes;  // rows side by side in a warp
+  constexpr int kRows = kRegisterChunks / kChunks;  // four chunks in flight per thread
+  constexpr int kTeams = kWarpSize / kLanes;        // rows side by side in a warp
   start_block(p);
   const int team = threadIdx.y % kTeams;
   const int warp = threadIdx.y / kTeams;
@@ -153,7 +152,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
     for (int k = 0; k < kChunks; ++k) parameters.load(p.weight, p.bias, share, k);
   };
   // While registers are free, or chunk by chunk when they are needed.
-  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan && kChunks <= kRegisterChunks;
+  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan;
   constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
@@ -454,8 +453,6 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
             return launch_rows(forward_short_rows<X, Y, W, 8, 3, kVectorized>);
           case 163:
             return launch_rows(forward_short_rows<X, Y, W, 16, 3, kVectorized>);
-          case 325:
-            return launch_rows(forward_short_rows<X, Y, W, 32, 5, kVectorized>);
         }
       }
       if constexpr (!kVectorized) {

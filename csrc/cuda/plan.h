@@ -49,7 +49,6 @@ enum class Kernel : uint8_t {
 // Chunks that a thread of the forward holds: in registers, or in long rows, of which some are in
 // shared memory (64 columns of a 16-bit row, 32 of float32).
 constexpr int kRegisterChunks = 4;
-constexpr int kMostShortChunks = 5;  // of a lane of kShortRows, where all tensors have one dtype
 constexpr int kForwardChunks = 8;
 
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which weight and the
