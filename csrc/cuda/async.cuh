@@ -107,8 +107,8 @@ __device__ __forceinline__ void wait_for_copies() {
 // Copies a granule from device memory to shared memory, by way of the L1 cache. Past it, half of
 // the requests fetch a sector of 32 bytes twice where a row begins at its second half: 14616 x 4584
 // bfloat16 took 119 us on an H200 so, 111 us by way of it, and aligned ones 1 to 3 % more. But what
-// is under way needs room there: with 28 KB left of it beside shared memory, 65536 x 1024 float32
-// took 232 us, past it 197 us, by way of 92 KB 195 us.
+// is under way needs room there: with 28 KB left of it beside shared memory, 16384 x 4096 float32
+// took 234 us, past it 199 us, by way of 92 KB 198 us.
 __device__ __forceinline__ void copy_async(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
