@@ -406,7 +406,7 @@ std::array<StreamWarps, 2> stream_warps(DType x_dtype) {
 // the ring and by column: bfloat16 551 columns .51 and .66, 1023 .84 and .83, 1317 .74 and .79,
 // 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80, 4097 .63 and .59, 5501
 // .65 and .59, 8357 .64 and .55, 12289 .66 and .66, 24577 .60 and .61, 32769 .57 and .46, 50257 .56
-// and .53; float32 1023 .85 and .89, 2501 .89 and .89, 4095 .81 and .88, 7799 .77 and .87.
+// and .53; float32 1023 .91 and .90, 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88.
 bool ring_holds_uneven_rows(const BackwardProblem& problem) {
   constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
   constexpr int64_t kMostColumns = 65536;
@@ -440,6 +440,7 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   const int64_t lanes = ceil_div(problem.cols, 2 * kMostPairs);
   if (lanes <= kWarpSize && least_size == 1) {
     const int64_t team = std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes));
+    // Of all threads, float32 too: rows of a warp have two stages and not three.
     return ElementShape{{static_cast<int>(team), 1},
                         static_cast<int>(columns_of(team)),
                         static_cast<int>(kMaxThreadsPerRow / team)};
