@@ -3,8 +3,7 @@
 //
 // forward_short_rows: a row in the lanes of a warp or fewer; two sums over the lanes.
 // forward_rows: a row in the warps of a block or of a cluster of blocks; lanes, warps and blocks
-// take the moments of what they hold and merge them. forward_warp_rows: the same in one warp, of
-// rows that are not aligned.
+// take the moments of what they hold and merge them. forward_warp_rows: the same in one warp.
 // Rows too long for that are cut into segments: forward_segment_moments reads them and leaves their
 // moments in the workspace, forward_segment_apply merges those and reads the row again.
 #pragma once
@@ -260,6 +259,16 @@ __global__ void __launch_bounds__(kShortRowThreads,
   }
 }
 
+// Blocks of kShortRowThreads threads, or as many threads in larger ones, that an SM must hold where
+// each has kChunks chunks in registers.
+template <class X, class W, int kChunks, bool kVectorized>
+constexpr int kWarpBlocks = !kEarlyParameters<X, W>      ? (kVectorized ? 12 : 8)
+                            : kChunks <= kRegisterChunks ? 16
+                            : kVectorized                ? (kChunks == 5 ? 16 : 14)
+                            : kChunks == 5               ? 12
+                            : kChunks == 6               ? 10
+                                                         : 8;
+
 // One row per block, or per cluster of blocks. kMaxThreads and kMinBlocks set the registers: with
 // 56 an SM holds three blocks of 384 threads, and 12288 columns of bfloat16 took 133 us on an H200
 // instead of 143 us with 62.
@@ -315,12 +324,12 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   tile.write(p.y + row * p.cols, moments.mean, rstd, p.weight, p.bias);
 }
 
-// Rows that are not aligned, one for each warp of the block.
-template <class X, class Y, class W>
-__global__ void __launch_bounds__(kShortRowThreads, (kEarlyParameters<X, W> ? 16 : 8))
+// One row for each warp of the block.
+template <class X, class Y, class W, int kChunks, bool kVectorized>
+__global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, W, kChunks, kVectorized>)
     forward_warp_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
-  using Tile = RowTile<X, Y, kRegisterChunks, 0, false, true>;
+  using Tile = RowTile<X, Y, kChunks, 0, kVectorized, !kVectorized>;
   extern __shared__ uint4 shared_chunks[];
   start_block(p);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -421,6 +430,9 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
+  // Whether there are rows of seven chunks in a lane: of these, uneven ones.
+  constexpr bool kSeven =
+      !kVectorized && kIs16Bit<X> && std::is_same_v<X, Y> && std::is_same_v<X, W>;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   constexpr int kFewShared = forward_shared_chunks(kRegisterChunks, kVectorized);
   switch (plan.kernel) {
@@ -467,10 +479,32 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       return cudaErrorInvalidValue;
     case Kernel::kRows:
-      if (plan.chunks_per_thread == kRegisterChunks) {
-        if constexpr (!kVectorized) {
-          if (plan.threads_per_row == kWarpSize) return launch_rows(forward_warp_rows<X, Y, W>);
+      if (plan.threads_per_row == kWarpSize) {
+        switch (plan.chunks_per_thread) {
+          case 5:
+            return launch_rows(forward_warp_rows<X, Y, W, 5, kVectorized>);
+          case 6:
+            return launch_rows(forward_warp_rows<X, Y, W, 6, kVectorized>);
         }
+        if constexpr (!kVectorized) {
+          if (plan.chunks_per_thread == kRegisterChunks) {
+            return launch_rows(forward_warp_rows<X, Y, W, kRegisterChunks, false>);
+          }
+          if constexpr (kSeven) return launch_rows(forward_warp_rows<X, Y, W, 7, false>);
+        }
+        return cudaErrorInvalidValue;
+      }
+      if (plan.chunks_per_thread == 5) {
+        // (Not aligned, 80 registers would spill.)
+        constexpr int kFiveBlocks = kVectorized ? kWarpBlocks<X, W, 5, true> / 2 : kFew ? 5 : 4;
+        return launch_rows(forward_rows<X, Y, W, 128, kFiveBlocks, 5, 0, false, kVectorized>);
+      }
+      if constexpr (kSeven) {
+        if (plan.chunks_per_thread == 7) {
+          return launch_rows(forward_rows<X, Y, W, 128, 4, 7, 0, false, false>);
+        }
+      }
+      if (plan.chunks_per_thread == kRegisterChunks) {
         // Not aligned, rows of 384 threads have 56 registers, for three blocks of them find a place
         // on an SM then (4096 x 12289 bfloat16 took 66.5 us on an H200, 75.5 us by two), others 64.
         constexpr int kNarrowBlocks = kVectorized ? kBlocks : kFew ? 3 : 2;

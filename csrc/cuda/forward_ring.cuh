@@ -1,6 +1,6 @@
-// The forward of rows that a cluster of blocks holds, by blocks that stay. The order of summation
-// is that of forward_rows, so that results are the same bit for bit. Rows that no cluster holds are
-// shared by blocks of a grid that runs as a whole.
+// The forward of rows that a block or a cluster of blocks holds, by blocks that stay. The order of
+// summation is that of forward_rows, so that results are the same bit for bit. Rows that no cluster
+// holds are shared by blocks of a grid that runs as a whole.
 //
 // Every thread copies its own chunks of the rows to come into a ring in shared memory, reads them
 // twice from there (for the moments, then for y) and refills the slot. As threads read only what
@@ -181,8 +181,9 @@ class MomentsExchange {
     const unsigned barrier = shared_address(&storage_.block_barriers[turn]);
     if (lane == 0) arrive_and_expect(barrier, cluster_size_ * static_cast<int>(sizeof(Set)));
     wait_barrier<false>(shared_address(&storage_.warp_barriers[turn]), phase(row));
-    const Set moments = merge_sets(sets(storage_.warps[turn][0]), static_cast<int>(block_cols),
-                                   size_, quotient(1.f, block_cols));
+    const float inverse = cluster_size_ == 1 ? inverse_cols_ : quotient(1.f, block_cols);
+    const Set moments =
+        merge_sets(sets(storage_.warps[turn][0]), static_cast<int>(block_cols), size_, inverse);
     if (lane < cluster_size_) {
       store_async(remote_address(shared_address(&storage_.blocks[turn][rank]), lane), moments.mean,
                   moments.m2, remote_address(barrier, lane));
@@ -544,7 +545,7 @@ cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan
   const int bytes = plan.threads_per_row / kWarpSize * kWarpBytes;
   Launch launch(plan.blocks, threads, stream);
   launch.with_shared(bytes);
-  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
+  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size, 1))(kernel, p);
 }
 
 // Rows of X whose y, weight and bias have the same dtype.

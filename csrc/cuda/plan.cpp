@@ -541,12 +541,14 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   return merged == 2 ? blocks / 2 * 2 : resident_clusters(4, 1, device) * 4;
 }
 
-// Whether rows are better off one by one than in the ring: for dx alone, or where x and dy are
-// small enough to be read twice, and there are columns enough to sum side by side. Rows of more
-// than 256 threads have but one block on a multiprocessor, and are slower then where there are
-// many: dx of 16384 x 8192 bfloat16 took 201 us on an H200, in the ring 194 us; 65536 x 1024 100 us
-// for 107 us.
-constexpr int64_t kFewRowsBytes = 16 << 20;
+// Whether rows are better off one by one than in the ring: where x and dy are small enough to be
+// read twice, and there are columns enough to sum side by side (8.4 MB, 4096 x 1024 bfloat16, took
+// 15.4 us on an H200, in the ring 17.3 us; 12.6 MB, 8192 x 768, 22.4 and 22.1 us; 16.8 MB, 4096 x
+// 2048, 25.5 and 23.7 us); or for dx alone. Rows of more than 256 threads have but one block on a
+// multiprocessor, and are slower then where there are many: dx of 16384 x 8192 bfloat16 took 201
+// us, in the ring 194 us; 65536 x 1024 100 us for 107 us.
+constexpr int64_t kFewRowsBytes = 12 << 20;
+constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
 
 // Likewise of dx alone where rows end within a chunk. Of 16-bit elements, which are then stored one
 // by one, 16384 x 1023 bfloat16 took 47 us on an H200, in the ring 38 us; 1024 x 1023 7.6 us
@@ -560,7 +562,7 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
     const bool too_many = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32 &&
                           bytes > kFewElementsBytes;
     return !too_many && shape.cluster_size == 1 &&
-           (shape.threads <= kMaxSharedBlock || bytes <= 2 * kFewRowsBytes);
+           (shape.threads <= kMaxSharedBlock || bytes <= kFewLongRowsBytes);
   }
   const bool whole = problem.aligned && !ends_within_a_chunk(problem);
   const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
@@ -633,7 +635,8 @@ constexpr int kReductionBytes = 2048;
 // Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
 // aligned.
 int64_t most_forward_threads(const DeviceProperties& device) {
-  constexpr int kWarpBytes = forward_shared_bytes(kForwardChunks - kRegisterChunks, true);
+  constexpr int kWarpBytes =
+      forward_shared_bytes(kForwardChunks, kForwardChunks - kRegisterChunks, true);
   const int64_t room = shared_bytes_of(device) - kReductionBytes;
   int64_t threads = kMaxThreadsPerRow;
   while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
@@ -688,22 +691,43 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   }
 }
 
+// The chunks that each lane of a row has in registers: four, or more where that takes a warp less
+// of two, three or four. What a warp has to do beside its chunks, alone and with others, is worth
+// two or three of them. Of a copy, on an H200, with four chunks and so: bfloat16 1032, 1152, 1280
+// columns .79, .85, .91 and .99 each, 1288, 1344 .89, .94 and .98, 1.00, 2056, 2112 .94, .97
+// and 1.00, 1.02; float32 516 .85 and .98. Uneven ones of bfloat16, by columns (elements_run) and
+// so: 1033, 1151, 1279 .67, .72, .73 and .85, .90, .93, 1317, 1535 .73, .81 and .89, .93, 1653,
+// 1791 .80, .86 and .87, .91, 2057, 2305, 2559 .72, .75, .82 and .80, .86, .91; in four warps and
+// so 3081, 3329, 3583 .76, .80, .84 and .81, .84, .88. With eight, in one warp or two, they are as
+// fast as with four in two or four.
+int register_chunks(int64_t chunks, const ForwardProblem& problem) {
+  const auto takes = [chunks](int64_t warps, int64_t chunks_per_lane) {
+    return chunks > warps * kWarpSize * (chunks_per_lane - 1) &&
+           chunks <= warps * kWarpSize * chunks_per_lane;
+  };
+  if (takes(1, 5) || takes(2, 5)) return 5;
+  if (takes(1, 6)) return 6;
+  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const bool has_seven =
+      uneven && problem.one_dtype && problem.y_as_x && size_in_bytes(problem.x_dtype) == 2;
+  return has_seven && (takes(1, 7) || takes(2, 7)) ? 7 : kRegisterChunks;
+}
+
 // Whether whole chunks leave few lanes of their warps idle: rows that are not aligned, but
 // realigned in registers, are faster then than by columns. Of a copy, on an H200, in chunks and by
 // columns: bfloat16 901 columns .85 and .86, 937 .87 and .87, 1023 .92 and .88, 1025 .93 and .68,
-// 1701 .81 and .81, 2049 .92 and .73, 2101 .70 and .72, 2401 .78 and .75; float32 385 .92 and .96,
-// 449 .97 and .93, 865 .95 and .97, 897 .97 and .94, 1351 .95 and .97, 1501 .99 and .98, 1701 .95
-// and .99, 1801 .98 and .96; bfloat16 with float32 parameters 1023 .72 and .82, 1801 .76 and .78,
-// 2049 .84 and .75, 4095 .78 and .75, 12289 .66 and .51.
+// 2601 .84 and .82; float32 385 .92 and .96, 449 .97 and .93, 521 .94 and .91, 767 .99 and .91, 865
+// .95 and .97, 897 .97 and .94, 1351 .95 and .97, 1501 .99 and .98, 1701 .95 and .99, 1801 .98 and
+// .96; bfloat16 with float32 parameters 1023 .72 and .82, 1801 .76 and .78, 2049 .84 and .75, 4095
+// .78 and .75, 12289 .66 and .51.
 bool chunks_fill_warps(const ForwardProblem& problem) {
   const int64_t chunks = problem.cols / chunk_columns(problem.x_dtype);
   const int64_t warps = ceil_div(chunks, int64_t{kWarpSize} * kRegisterChunks);
   const double busy =
       static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
   if (!problem.one_dtype) return warps > 1 && warps <= kMaxUnevenWarps && busy >= 0.92;
-  if (size_in_bytes(problem.x_dtype) == 2) {
-    return busy >= (warps == 1 ? 0.91 : warps == 2 ? 0.82 : 0.71);
-  }
+  if (size_in_bytes(problem.x_dtype) == 2) return warps > 1 || busy >= 0.91;
+  if (warps == 2 && register_chunks(chunks, problem) > kRegisterChunks) return true;
   return busy >= (warps == 1 || warps == 2 || warps == 4 ? 0.86 : 0.97);
 }
 
@@ -729,8 +753,8 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
   return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
-// The ring holds rows as kCluster does, and those that it cannot hold by more blocks; none where
-// rows cannot be streamed so.
+// The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
+// none where rows cannot be streamed so.
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
                                             const DeviceProperties& device,
                                             const PlanRequest& request) {
@@ -744,9 +768,53 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
     return grid_shape(ceil_div(chunks, kForwardChunks), device, request);
   }
-  const int size = chunks > most * kMaxClusterSize ? kLargeClusterSize
-                                                   : choose_cluster_size(chunks, most, request);
+  const bool alone = chunks <= most && request.cluster_size.value_or(1) <= 1;
+  const int size = alone                             ? 1
+                   : chunks > most * kMaxClusterSize ? kLargeClusterSize
+                                                     : choose_cluster_size(chunks, most, request);
   return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
+}
+
+// A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
+// holds two blocks (384 of uneven rows with parameters of another dtype, of which it holds as
+// many); or in a warp of one, where that is enough. The columns behind
+// the last whole chunk take no thread of their own.
+void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
+  const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
+  const bool uneven = problem.cols % columns != 0;
+  const int in_lane = register_chunks(chunks, problem);
+  const int threads = forward_threads(chunks, in_lane);
+  const bool few = threads <= kMaxUnevenWarps * kWarpSize;
+  const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
+  const bool in_registers = few || full || (!uneven && threads < kMaxThreadsPerRow);
+  plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
+  plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
+  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
+  const bool by_warp = !plan.vectorized || in_lane > kRegisterChunks;
+  if (by_warp && plan.threads_per_row == kWarpSize) {
+    plan.rows_per_block = kShortRowThreads / kWarpSize;
+  }
+}
+
+// Whether the ring is better for rows that a block can hold too, if not in registers alone: for
+// many rows, and of uneven ones, which are added up in another order, for any number. Of a copy, on
+// an H200, in blocks of their own and in the ring: bfloat16 8192 x 16392 .87 and .93, 8192 x 24576
+// .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90, 300 x 16392 .97 and .87; float32
+// 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288 .95 and .93, 512 x 16384 .77 and
+// .93. Not aligned: float32 8201, 12289, 16383 .82, .77, .80 and .89, .89, .88; bfloat16 20001,
+// 24577, 28001, 32767 .75, .73, .73, .75 and .72, .75, .79, .77.
+bool ring_holds_block_rows(const ForwardProblem& problem, int64_t chunks,
+                           const DeviceProperties& device) {
+  constexpr int64_t kRounds = 3;
+  constexpr int64_t kUnevenChunks = 3072;  // of a 16-bit type, at the least
+  const int64_t columns = chunk_columns(problem.x_dtype);
+  const bool uneven = problem.cols % columns != 0;
+  ForwardPlan rows;
+  shape_rows(rows, problem, columns);
+  if (rows.chunks_per_thread != kForwardChunks) return false;
+  const bool waits = uneven || !problem.aligned;
+  return (!waits || size_in_bytes(problem.x_dtype) == 4 || chunks >= kUnevenChunks) &&
+         (uneven || problem.rows >= kRounds * device.sm_count);
 }
 
 // `uneven`: rows end within a chunk, and so are never aligned.
@@ -755,13 +823,17 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
   if (request.kernel && forward_runs(*request.kernel, chunks, uneven, device)) {
     return *request.kernel;
   }
-  const bool rings = forward_ring_shape(problem, chunks, device, request).has_value();
-  if (request.kernel == Kernel::kRing && rings) return Kernel::kRing;
+  const std::optional<RingShape> ring = forward_ring_shape(problem, chunks, device, request);
+  if (request.kernel == Kernel::kRing && ring) return Kernel::kRing;
   if (elements_run(problem, device)) return Kernel::kElements;
   const auto runs = [&](Kernel kernel) { return forward_runs(kernel, chunks, uneven, device); };
   if (runs(Kernel::kShortRows)) return Kernel::kShortRows;
-  if (runs(Kernel::kRows)) return Kernel::kRows;
-  if (rings) return Kernel::kRing;
+  if (runs(Kernel::kRows)) {
+    const bool rings =
+        ring && ring->cluster_size == 1 && ring_holds_block_rows(problem, chunks, device);
+    return rings ? Kernel::kRing : Kernel::kRows;
+  }
+  if (ring) return Kernel::kRing;
   return runs(Kernel::kCluster) ? Kernel::kCluster : Kernel::kSplit;
 }
 
@@ -791,25 +863,6 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
   plan.rows_per_block = kShortRowThreads / plan.threads_per_row * plan.rows_per_thread;
 }
 
-// A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
-// holds two blocks (384 of uneven rows with parameters of another dtype, of which it holds as
-// many); or in a warp of one, where that is enough and the rows are not aligned. The columns behind
-// the last whole chunk take no thread of their own.
-void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
-  const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
-  const bool uneven = problem.cols % columns != 0;
-  const int threads = forward_threads(chunks, kRegisterChunks);
-  const bool few = threads <= kMaxUnevenWarps * kWarpSize;
-  const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
-  const bool in_registers = few || full || (!uneven && threads < kMaxThreadsPerRow);
-  plan.chunks_per_thread = in_registers ? kRegisterChunks : kForwardChunks;
-  plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
-  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
-  if (!plan.vectorized && plan.threads_per_row == kWarpSize) {
-    plan.rows_per_block = kShortRowThreads / kWarpSize;
-  }
-}
-
 void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
@@ -817,18 +870,25 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
   plan.shared_chunks = forward_shared_chunks(kForwardChunks, plan.vectorized);
 }
 
-// Blocks of the ring: one on nearly every multiprocessor. In pairs all find a place: 4096 x 65536
-// bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58. Larger
-// clusters do not fit into what is left of some GPCs; one that has to wait for another's end
-// doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
-int64_t forward_ring_teams(const RingShape& shape, const DeviceProperties& device) {
+// Blocks of the ring: one on nearly every multiprocessor. Alone an odd number rather, but for
+// uneven rows of a 16-bit type (32767 columns of bfloat16 .73 of a copy on an H200 with 131, .77
+// with 132; 16383 of float32 .88 and .86). In pairs all find a place: 4096 x 65536 bfloat16 reached
+// .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58. Larger clusters do not fit
+// into what is left of some GPCs; one that has to wait for another's end doubles the time (2048 x
+// 131072: .91 with 28 clusters of four, .64 with 33).
+int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem, bool vectorized,
+                           const DeviceProperties& device) {
   const int sms = device.sm_count;
   if (shape.grid_rows > 0) return shape.grid_rows;
+  if (shape.cluster_size == 1) {
+    const bool all = !vectorized && size_in_bytes(problem.x_dtype) == 2;
+    return all ? sms : (sms - 1) | 1;
+  }
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
   return std::max(1, (shape.cluster_size == 2 ? sms - 2 : sms - sms / 7) / shape.cluster_size);
 }
 
-void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
+void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
                         const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = kForwardChunks;
@@ -837,9 +897,9 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   constexpr int64_t kFewTurns = 8;
-  const int64_t teams = forward_ring_teams(shape, device);
-  const int64_t turns = ceil_div(rows, teams);
-  plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
+  const int64_t teams = forward_ring_teams(shape, problem, plan.vectorized, device);
+  const int64_t turns = ceil_div(problem.rows, teams);
+  plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;
   if (shape.grid_rows > 0) {
     plan.workspace_bytes = plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
   }
@@ -874,7 +934,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kFewElements:
       break;
     case Kernel::kRing:
-      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem.rows,
+      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem,
                          device);
       return plan;
     case Kernel::kSplit:
@@ -887,7 +947,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       plan.kernel == Kernel::kSplit) {
     const bool stages = !plan.vectorized && (plan.shared_chunks > 0 || !problem.y_as_x);
     plan.shared_bytes = plan.rows_per_block * plan.threads_per_row / kWarpSize *
-                        forward_shared_bytes(plan.shared_chunks, stages);
+                        forward_shared_bytes(plan.chunks_per_thread, plan.shared_chunks, stages);
   }
   plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
   if (plan.kernel == Kernel::kSplit) {

@@ -46,8 +46,9 @@ enum class Kernel : uint8_t {
   kFewElements,  // kFewRows of rows that kElements takes
 };
 
-// Chunks that a thread of the forward holds: in registers, or in long rows, of which some are in
-// shared memory (64 columns of a 16-bit row, 32 of float32).
+// Chunks that a thread of the forward holds: in registers (five to seven where that saves a warp,
+// see register_chunks), or in long rows, of which some are in shared memory (64 columns of a 16-bit
+// row, 32 of float32).
 constexpr int kRegisterChunks = 4;
 constexpr int kForwardChunks = 8;
 
@@ -89,10 +90,17 @@ constexpr int forward_shared_chunks(int chunks, bool vectorized) {
   return chunks - (vectorized ? 2 : kRegisterChunks);
 }
 
+// Of its chunks, those that pass a stage together on their way to or from memory that is not
+// aligned.
+constexpr int forward_staged_chunks(int chunks, int shared_chunks) {
+  return shared_chunks > 0 ? kRegisterChunks : chunks;
+}
+
 // Shared memory that a warp of the forward takes: for its chunks that are not in registers, and for
-// what passes a stage on its way to or from memory that is not aligned.
-constexpr int forward_shared_bytes(int shared_chunks, bool stages) {
-  const int stage = stages ? kRegisterChunks * kWarpSize + 1 : 0;
+// a stage.
+constexpr int forward_shared_bytes(int chunks, int shared_chunks, bool stages) {
+  const int staged = forward_staged_chunks(chunks, shared_chunks);
+  const int stage = stages ? staged * kWarpSize + 1 : 0;
   return (shared_chunks * kWarpSize + stage) * kChunkBytes;
 }
 

@@ -48,11 +48,12 @@ class RowTile {
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr int kRegisters = kChunks - kShared;
   static constexpr bool kStages = !kVectorized && (kShared > 0 || sizeof(Y) != sizeof(X));
-  static constexpr int kStaged = kRegisterChunks;  // chunks of y that pass the stage together
+  // Chunks of y that pass the stage together.
+  static constexpr int kStaged = forward_staged_chunks(kChunks, kShared);
   using Stage = SpanStage<kStaged>;
   // Of shared memory, for each warp: chunks, and the stage.
   static constexpr int kGranules = kShared * kWarpSize + (kStages ? Stage::kGranules : 0);
-  static_assert(kGranules * kChunkBytes == forward_shared_bytes(kShared, kStages));
+  static_assert(kGranules * kChunkBytes == forward_shared_bytes(kChunks, kShared, kStages));
   static_assert(!kStages || kGranules >= SpanStage<kChunks>::kGranules);
 
   // `shared` is the block's dynamic shared memory.
@@ -224,7 +225,7 @@ class RowTile {
           if (left <= 0) continue;
           stage_.open();
 #pragma unroll
-          for (int k = first; k < first + kGroup; ++k) {
+          for (int k = first; k < first + kGroup && k < kChunks; ++k) {
             Y* const place =
                 stage_.template element<Y>(((k - first) * kWarpSize + span_.lane) * kColumns);
             if (span_.has(k)) store_pack(place, y(k, true));
