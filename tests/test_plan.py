@@ -28,7 +28,8 @@ IN_RING = (
     901, 1023, 1801, 2047, 3001, 4095, 4097, 5001, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767,
     50_257,
 )  # fmt: skip
-# These hold a row in the same threads and add in the same order.
+# These hold a row in the same threads and add in the same order; in the forward also the ring and
+# rows, of whole chunks in one block.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
 FEW = ("few_rows", "few_elements")
 COLS = sorted(
@@ -81,6 +82,7 @@ def all_plans(direction: str, dtype: str, gpu: tuple[int, int]) -> Any:
 def test_order_of_summation_depends_on_width_dtype_and_device_alone(
     direction: str, dtype: str
 ) -> None:
+    chunk = chunk_columns(dtype)
     for cols, (sm_count, capability) in itertools.product(COLS, GPUS[:3]):
         orders = set()
         for rows, aligned, dw_db in itertools.product((*ROWS, 2**33), (True, False), (True, False)):
@@ -88,6 +90,8 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
                 direction, rows, cols, dtype, aligned=aligned, dw_db=dw_db, sm_count=sm_count,
                 compute_capability=capability,
             )  # fmt: skip
+            if direction == "forward" and plan["cluster_size"] == 1 and cols % chunk == 0:
+                plan["kernel"] = "rows" if plan["kernel"] == "ring" else plan["kernel"]
             order = (plan.get(field) for field in SUMMATION)
             orders.add(tuple(SAME_ORDER.get(value, value) for value in order))
         assert len(orders) == 1, f"{cols} columns: {orders}"
@@ -165,7 +169,10 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
         ), where
         assert plan.get("shared_bytes", 0) + 2048 <= SHARED_BYTES[gpu[1]], where
         assert plan["chunks_per_thread"] * together <= 8, where
-        assert plan["chunks_per_thread"] in (1, 2, 3, 4, 8), where
+        assert plan["chunks_per_thread"] in (1, 2, 3, 4, 5, 6, 7, 8), where
+        if plan["chunks_per_thread"] in (5, 6, 7):
+            assert (direction, plan["kernel"]) == ("forward", "rows"), where
+            assert threads <= 64, where
         if plan["kernel"] == "short_rows":
             assert threads <= 32, where
             assert threads * plan["rows_per_block"] // together == 64, where
@@ -190,7 +197,6 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             merged = plan.get("merged", 1)
             launched = plan["cluster_size"] * merged
             assert merged in (1, 2, 4), where
-            assert direction == "backward" or plan["cluster_size"] > 1, where
             assert plan["blocks"] % launched == 0, where
             assert launched <= 16 or in_grid, where
         if plan["kernel"] in FEW or streams:
@@ -376,8 +382,11 @@ def test_no_more_blocks_merge_their_sums_than_memory_asks_for(dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_few_rows_take_one_launch(dtype: str) -> None:
-    """No workspace, whatever is asked for; in the ring's widths, up to 16 MB of x."""
-    for rows, cols in ((1, 64), (1, 1024), (8, 4096), (128, 768), (512, 1024), (512, 8192)):
+    """No workspace, whatever is asked for; in the ring's widths, up to 12 MB of x."""
+    most = (12 << 20) // SIZES[dtype]
+    assert _C.plan("backward", most // 8192, 8192, dtype)["kernel"] == "few_rows"
+    assert _C.plan("backward", most // 8192 + 1, 8192, dtype)["kernel"] == "ring"
+    for rows, cols in ((1, 64), (1, 1024), (8, 4096), (128, 768), (512, 1024), (512, 4096)):
         for asked in ({}, {"dx": False}, {"dw_db": False}):
             plan = _C.plan("backward", rows, cols, dtype, **asked)
             if "dw_db" in asked and plan["cluster_size"] > 1:
@@ -398,13 +407,13 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
 # Columns, by the columns of a chunk, as measured on an H200 (docs/kernels.md).
 FASTER_BY_COLUMN = {
     2: (),
-    4: (33, 257, 385, 529, 769, 865, 1101, 1301, 1601, 1701, 2101, 2301),
-    8: (33, 257, 511, 513, 769, 901, 1101, 1501, 2101),
+    4: (33, 257, 385, 777, 865, 1101, 1301, 1601, 1701, 2101, 2301),
+    8: (33, 257, 511, 513, 769, 901),
 }
 FASTER_IN_CHUNKS = {
     2: (257, 1023, 2049, 3001),
-    4: (449, 511, 513, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
-    8: (937, 1023, 1025, 1751, 2047, 2049, 2401, 2901, 3001),
+    4: (449, 511, 513, 517, 529, 643, 769, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
+    8: (937, 1023, 1025, 1033, 1101, 1501, 1751, 2047, 2049, 2101, 2401, 2901, 3001),
 }
 
 
@@ -443,8 +452,17 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             for cols, expected in ((1801, "elements"), (2049, "rows"), (12_289, "rows")):
                 assert kernel(cols, capability, one_dtype=False) == expected, cols
             assert kernel(14_001, capability, one_dtype=False) == "elements"
-        assert kernel(warp + chunk, capability) == kernel(block, capability) == "rows"
         clusters = capability >= 90
+        assert kernel(warp + chunk, capability) == kernel(block // 2, capability) == "rows"
+        by_ring = clusters and small
+        assert kernel(block, capability) == ("ring" if by_ring else "rows")
+        assert kernel(block, capability, aligned=False) == ("ring" if by_ring else "rows")
+        assert kernel(block, capability, one_dtype=False) == "rows"
+        wide = by_ring and chunk == 4
+        assert kernel(block // 2 + chunk, capability, aligned=False) == (
+            "ring" if wide else "rows"
+        )
+        assert kernel(block // 2 + chunk + 1, capability) == ("ring" if wide else "rows")
         in_grid = "ring" if clusters and small else "split"
         for cols in (block + 1, block + chunk, cluster):
             assert kernel(cols, capability, one_dtype=False) == ("cluster" if clusters else "split")
@@ -467,14 +485,19 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_the_forward_ring_shares_rows_evenly(dtype: str) -> None:
     """Where each cluster has few: none has two more than another, and there is none too many."""
-    for rows, blocks in itertools.product((1, 2, 64, 65, 66, 131, 256, 4096), (2, 4, 8, 16)):
+    for rows, blocks in itertools.product(
+        (1, 2, 64, 65, 66, 131, 256, 395, 396, 400, 1100, 4096), (1, 2, 4, 8, 16)
+    ):
         plan = _C.plan("forward", rows, blocks * 4096 * chunk_columns(dtype), dtype)
+        if blocks == 1 and rows < 3 * 132:  # nothing to stream yet
+            assert plan["kernel"] == "rows"
+            continue
         assert (plan["kernel"], plan["cluster_size"]) == ("ring", blocks)
         clusters = plan["blocks"] // blocks
         turns = -(-rows // clusters)
         assert turns > 8 or clusters == -(-rows // turns)
         assert clusters <= rows
-        assert plan["blocks"] <= 130
+        assert plan["blocks"] <= (131 if blocks == 1 else 130)
 
 
 @pytest.mark.parametrize("dtype", SIZES)

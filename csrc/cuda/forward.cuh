@@ -434,7 +434,6 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kSeven =
       !kVectorized && kIs16Bit<X> && std::is_same_v<X, Y> && std::is_same_v<X, W>;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
-  constexpr int kFewShared = forward_shared_chunks(kRegisterChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
       switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
@@ -512,10 +511,10 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
             kVectorized || !kFew ? plan.threads_per_row <= 384 : plan.threads_per_row == 384;
         if (narrow) {
           return launch_rows(
-              forward_rows<X, Y, W, 384, kNarrowBlocks, 4, kFewShared, false, kVectorized>);
+              forward_rows<X, Y, W, 384, kNarrowBlocks, 4, 0, false, kVectorized>);
         }
         return launch_rows(
-            forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, kFewShared, false, kVectorized>);
+            forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, 0, false, kVectorized>);
       }
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, false, kVectorized>);
     case Kernel::kCluster:

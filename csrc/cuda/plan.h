@@ -86,7 +86,7 @@ constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor h
 // Of a thread's chunks, those in shared memory. With two in registers an SM holds three blocks of
 // 512 threads that have kForwardChunks each.
 constexpr int forward_shared_chunks(int chunks, bool vectorized) {
-  if (chunks == kRegisterChunks) return 0;
+  if (chunks < kForwardChunks) return 0;
   return chunks - (vectorized ? 2 : kRegisterChunks);
 }
 
