@@ -39,6 +39,7 @@ SHAPES = [
     (7, 4097), (130, 66), (301, 5), (129, 13), (1, 29), (75, 45), (61, 511), (9, 1023),
     (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536),
     (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
+    (10, 520), (9, 700), (21, 1160), (9, 1409), (9, 1667), (13, 2304), (7, 3307),
 ]  # fmt: skip
 
 
@@ -65,14 +66,16 @@ def _narrowed(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("cluster_size", [2, 4, 8, GRID])
+@pytest.mark.parametrize("cluster_size", [1, 2, 4, 8, GRID])
 @pytest.mark.parametrize("kernel", FORWARD_KERNELS)
 def test_forced_forward_kernels(
     force: Callable[..., None], kernel: str, cluster_size: int, dtype: torch.dtype
 ) -> None:
     _skip_without_clusters(kernel)
-    if kernel not in ("cluster", "ring") and cluster_size > 2:
+    if kernel not in ("cluster", "ring") and cluster_size > 1:
         pytest.skip("only a cluster has a size")
+    if kernel == "cluster" and cluster_size == 1:
+        pytest.skip("of two blocks at the least")
     if kernel != "ring" and cluster_size == GRID:
         pytest.skip("only the ring runs as a whole grid")
     if kernel in ("elements", "ring") and dtype == torch.float64:
@@ -123,8 +126,11 @@ def test_forced_kernels_with_infinities(
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize(
     "cols",
-    [2, 7, 13, 29, 45, 515, 1023, 1025, 1031, 2049, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001],
-)
+    [
+        2, 7, 13, 29, 45, 515, 520, 600, 601, 700, 701, 1023, 1025, 1031, 1032, 1155, 1411, 1536,
+        1667, 2049, 2201, 2304, 3301, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001, 24_601,
+    ],
+)  # fmt: skip
 def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
     """At each place in 16 bytes, x and y, between NaNs: the bits that a row alone has."""
     chunk = 16 // dtype.itemsize
@@ -156,6 +162,27 @@ def test_the_forward_ring_sums_as_clusters_do(
                 results.append(ops.layer_norm_forward(each, [cols], weight, bias, 1e-5, None))
             for ring, cluster in zip(*results, strict=True):
                 assert ring.equal(cluster), f"{rows} x {cols}"
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+def test_the_forward_ring_sums_as_rows_of_one_block_do(
+    force: Callable[..., None], dtype: torch.dtype
+) -> None:
+    """Bit for bit, for rows are many that take the one and few that take the other."""
+    _skip_without_clusters("ring")
+    chunk = 16 // dtype.itemsize
+    for rows, chunks in ((700, 2049), (5, 2050), (140, 2473), (3, 2999), (401, 3072), (133, 4096)):
+        cols = chunk * chunks
+        x, _, weight, bias = _arguments(rows, cols, dtype)
+        for each in (x, _narrowed(x)):
+            results = []
+            for request in ({"kernel": "ring", "cluster_size": 1}, {"kernel": "rows"}):
+                plan = plan_here("forward", rows, cols, dtype, **request)
+                assert (plan["kernel"], plan["cluster_size"]) == (request["kernel"], 1)
+                force(**request)
+                results.append(ops.layer_norm_forward(each, [cols], weight, bias, 1e-5, None))
+            for ring, block in zip(*results, strict=True):
+                assert ring.equal(block), f"{rows} x {cols}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

@@ -459,9 +459,7 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
         assert kernel(block, capability, aligned=False) == ("ring" if by_ring else "rows")
         assert kernel(block, capability, one_dtype=False) == "rows"
         wide = by_ring and chunk == 4
-        assert kernel(block // 2 + chunk, capability, aligned=False) == (
-            "ring" if wide else "rows"
-        )
+        assert kernel(block // 2 + chunk, capability, aligned=False) == ("ring" if wide else "rows")
         assert kernel(block // 2 + chunk + 1, capability) == ("ring" if wide else "rows")
         in_grid = "ring" if clusters and small else "split"
         for cols in (block + 1, block + chunk, cluster):

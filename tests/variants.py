@@ -33,7 +33,7 @@ FORWARD_REQUESTS: list[dict[str, Any]] = [
     {"kernel": "elements"},
     {"kernel": "rows"},
     *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
-    *({"kernel": "ring", "cluster_size": size} for size in (2, 4, 8, GRID)),
+    *({"kernel": "ring", "cluster_size": size} for size in (1, 2, 4, 8, GRID)),
     {"kernel": "split"},
 ]
 BACKWARD_REQUESTS: list[dict[str, Any]] = [
@@ -258,8 +258,9 @@ def calls(device: Device) -> Iterator[Call]:
                     yield Call(direction, rows, cols, dtype, dtype, dtype, aligned, ())
             for rows, cols in ((2111, 40), (1031, 264), (613, 1000)):
                 if dtype != torch.float64:
-                    ring = (("kernel", "ring"), ("cluster_size", 2))
-                    yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, ring)
+                    for blocks in (1, 2):
+                        ring = (("kernel", "ring"), ("cluster_size", blocks))
+                        yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, ring)
                 for request in (*BACKWARD_REQUESTS, SHARES):
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
