@@ -478,7 +478,8 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       return cudaErrorInvalidValue;
     case Kernel::kRows:
-      if (plan.threads_per_row == kWarpSize) {
+      if (plan.threads_per_row == kWarpSize &&
+          (!kVectorized || plan.chunks_per_thread > kRegisterChunks)) {
         switch (plan.chunks_per_thread) {
           case 5:
             return launch_rows(forward_warp_rows<X, Y, W, 5, kVectorized>);
