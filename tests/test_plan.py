@@ -29,7 +29,7 @@ IN_RING = (
     50_257,
 )  # fmt: skip
 # These hold a row in the same threads and add in the same order; in the forward also the ring and
-# rows, of whole chunks in one block.
+# rows, in one block.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
 FEW = ("few_rows", "few_elements")
 COLS = sorted(
@@ -39,7 +39,8 @@ COLS = sorted(
         for off in (-1, 0, 1)
         if width + off > 0
     }
-    | {3, 5, 100, 760, 768, 1128, 1500, 3000, 12_288, 24_576, 50_257, 300_000, 5_000_000}
+    | {3, 5, 100, 760, 768, 1128, 1500, 3000, 12_288, 12_289, 13_001, 24_576, 24_577, 27_001}
+    | {50_257, 300_000, 5_000_000}
 )
 ROWS = (1, 2, 3, 7, 127, 128, 129, 255, 256, 257, 4096, 65_535, 65_536, 65_537, 8_388_673)
 GPUS = [(132, 90), (108, 80), (40, 75), (148, 100), (188, 120), (1, 90)]
@@ -82,7 +83,6 @@ def all_plans(direction: str, dtype: str, gpu: tuple[int, int]) -> Any:
 def test_order_of_summation_depends_on_width_dtype_and_device_alone(
     direction: str, dtype: str
 ) -> None:
-    chunk = chunk_columns(dtype)
     for cols, (sm_count, capability) in itertools.product(COLS, GPUS[:3]):
         orders = set()
         for rows, aligned, dw_db in itertools.product((*ROWS, 2**33), (True, False), (True, False)):
@@ -90,7 +90,7 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
                 direction, rows, cols, dtype, aligned=aligned, dw_db=dw_db, sm_count=sm_count,
                 compute_capability=capability,
             )  # fmt: skip
-            if direction == "forward" and plan["cluster_size"] == 1 and cols % chunk == 0:
+            if direction == "forward" and plan["cluster_size"] == 1:
                 plan["kernel"] = "rows" if plan["kernel"] == "ring" else plan["kernel"]
             order = (plan.get(field) for field in SUMMATION)
             orders.add(tuple(SAME_ORDER.get(value, value) for value in order))
@@ -456,11 +456,12 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
         assert kernel(warp + chunk, capability) == kernel(block // 2, capability) == "rows"
         by_ring = clusters and small
         assert kernel(block, capability) == ("ring" if by_ring else "rows")
-        assert kernel(block, capability, aligned=False) == ("ring" if by_ring else "rows")
         assert kernel(block, capability, one_dtype=False) == "rows"
-        wide = by_ring and chunk == 4
-        assert kernel(block // 2 + chunk, capability, aligned=False) == ("ring" if wide else "rows")
-        assert kernel(block // 2 + chunk + 1, capability) == ("ring" if wide else "rows")
+        # Of rows that are not aligned float32 alone, where the order of summation is the same.
+        shifted = "ring" if by_ring and chunk == 4 else "rows"
+        assert kernel(block, capability, aligned=False) == shifted
+        assert kernel(block - 1, capability) == shifted
+        assert kernel(3 * block // 4 + 1, capability) == "rows"
         in_grid = "ring" if clusters and small else "split"
         for cols in (block + 1, block + chunk, cluster):
             assert kernel(cols, capability, one_dtype=False) == ("cluster" if clusters else "split")

@@ -776,9 +776,9 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 }
 
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
-// holds two blocks (384 of uneven rows with parameters of another dtype, of which it holds as
-// many); or in a warp of one, where that is enough. The columns behind
-// the last whole chunk take no thread of their own.
+// holds two blocks or three (of uneven rows of a 16-bit type 384 or just 512, and with parameters
+// of another dtype 384); or in a warp of one, where that is enough. The columns behind the last
+// whole chunk take no thread of their own.
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = problem.cols % columns != 0;
@@ -786,7 +786,8 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   const int threads = forward_threads(chunks, in_lane);
   const bool few = threads <= kMaxUnevenWarps * kWarpSize;
   const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
-  const bool in_registers = few || full || (!uneven && threads < kMaxThreadsPerRow);
+  const bool has_room = !uneven || problem.x_dtype == DType::kFloat32;
+  const bool in_registers = few || full || (has_room && threads <= kMaxThreadsPerRow);
   plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
   plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
@@ -797,24 +798,26 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
 }
 
 // Whether the ring is better for rows that a block can hold too, if not in registers alone: for
-// many rows, and of uneven ones, which are added up in another order, for any number. Of a copy, on
-// an H200, in blocks of their own and in the ring: bfloat16 8192 x 16392 .87 and .93, 8192 x 24576
-// .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90, 300 x 16392 .97 and .87; float32
-// 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288 .95 and .93, 512 x 16384 .77 and
-// .93. Not aligned: float32 8201, 12289, 16383 .82, .77, .80 and .89, .89, .88; bfloat16 20001,
-// 24577, 28001, 32767 .75, .73, .73, .75 and .72, .75, .79, .77.
-bool ring_holds_block_rows(const ForwardProblem& problem, int64_t chunks,
-                           const DeviceProperties& device) {
+// many of them. Of a copy, on an H200, in blocks of their own and in the ring: bfloat16 8192 x
+// 16392 .87 and .93, 8192 x 24576 .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90,
+// 300 x 16392 .97 and .87; float32 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288
+// .95 and .93, 512 x 16384 .77 and .93; not aligned 4084 x 8201 .82 and .89, 999 x 10001 .85 and
+// .94, 244 x 16383 .91 and .82. Of a 16-bit type such rows are not: 813 x 24577 bfloat16 .74 and
+// .68.
+//
+// Columns behind a row's last whole chunk are in the warp of that chunk, in the ring only if it is
+// not full: rows that would be added up in another order are not for it.
+bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kRounds = 3;
-  constexpr int64_t kUnevenChunks = 3072;  // of a 16-bit type, at the least
   const int64_t columns = chunk_columns(problem.x_dtype);
-  const bool uneven = problem.cols % columns != 0;
   ForwardPlan rows;
   shape_rows(rows, problem, columns);
-  if (rows.chunks_per_thread != kForwardChunks) return false;
-  const bool waits = uneven || !problem.aligned;
-  return (!waits || size_in_bytes(problem.x_dtype) == 4 || chunks >= kUnevenChunks) &&
-         (uneven || problem.rows >= kRounds * device.sm_count);
+  const bool uneven = problem.cols % columns != 0;
+  const bool same_order =
+      !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
+  const bool as_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
+  return rows.chunks_per_thread == kForwardChunks && same_order && as_fast &&
+         problem.rows >= kRounds * device.sm_count;
 }
 
 // `uneven`: rows end within a chunk, and so are never aligned.
@@ -829,8 +832,7 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
   const auto runs = [&](Kernel kernel) { return forward_runs(kernel, chunks, uneven, device); };
   if (runs(Kernel::kShortRows)) return Kernel::kShortRows;
   if (runs(Kernel::kRows)) {
-    const bool rings =
-        ring && ring->cluster_size == 1 && ring_holds_block_rows(problem, chunks, device);
+    const bool rings = ring && ring->cluster_size == 1 && ring_holds_block_rows(problem, device);
     return rings ? Kernel::kRing : Kernel::kRows;
   }
   if (ring) return Kernel::kRing;
@@ -870,25 +872,20 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
   plan.shared_chunks = forward_shared_chunks(kForwardChunks, plan.vectorized);
 }
 
-// Blocks of the ring: one on nearly every multiprocessor. Alone an odd number rather, but for
-// uneven rows of a 16-bit type (32767 columns of bfloat16 .73 of a copy on an H200 with 131, .77
-// with 132; 16383 of float32 .88 and .86). In pairs all find a place: 4096 x 65536 bfloat16 reached
-// .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58. Larger clusters do not fit
-// into what is left of some GPCs; one that has to wait for another's end doubles the time (2048 x
-// 131072: .91 with 28 clusters of four, .64 with 33).
-int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem, bool vectorized,
-                           const DeviceProperties& device) {
+// Blocks of the ring: one on nearly every multiprocessor. Alone an odd number, rather (2044 x
+// 16383 float32 .88 of a copy on an H200 with 131, .86 with 132). In pairs all find a place: 4096 x
+// 65536 bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58.
+// Larger clusters do not fit into what is left of some GPCs; one that has to wait for another's end
+// doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
+int64_t forward_ring_teams(const RingShape& shape, const DeviceProperties& device) {
   const int sms = device.sm_count;
   if (shape.grid_rows > 0) return shape.grid_rows;
-  if (shape.cluster_size == 1) {
-    const bool all = !vectorized && size_in_bytes(problem.x_dtype) == 2;
-    return all ? sms : (sms - 1) | 1;
-  }
+  if (shape.cluster_size == 1) return (sms - 1) | 1;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
   return std::max(1, (shape.cluster_size == 2 ? sms - 2 : sms - sms / 7) / shape.cluster_size);
 }
 
-void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
+void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
                         const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = kForwardChunks;
@@ -897,9 +894,9 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   constexpr int64_t kFewTurns = 8;
-  const int64_t teams = forward_ring_teams(shape, problem, plan.vectorized, device);
-  const int64_t turns = ceil_div(problem.rows, teams);
-  plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;
+  const int64_t teams = forward_ring_teams(shape, device);
+  const int64_t turns = ceil_div(rows, teams);
+  plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
   if (shape.grid_rows > 0) {
     plan.workspace_bytes = plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
   }
@@ -934,7 +931,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kFewElements:
       break;
     case Kernel::kRing:
-      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem,
+      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem.rows,
                          device);
       return plan;
     case Kernel::kSplit:
