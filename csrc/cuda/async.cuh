@@ -217,7 +217,21 @@ __device__ __forceinline__ float4 load_float4(unsigned address) {
   return value;
 }
 
-// The same from an address that remote_address gave.
+__device__ __forceinline__ void store_float4(unsigned address, const float4& value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
+// The same to and from an address that remote_address gave.
+__device__ __forceinline__ void store_remote(unsigned address, const float4& value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+#endif
+}
+
 __device__ __forceinline__ float4 load_remote(unsigned address) {
   float4 value = make_float4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
