@@ -26,9 +26,9 @@ constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
 // 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
 // spills in a cluster's rows took 8 % more time.)
-template <RingSpan kSpan, bool kVectorized>
+template <RingSpan kSpan, bool kVectorized, bool kWideDy = false>
 constexpr int kRingRegisters = !kVectorized                  ? 128
-                               : kSpan == RingSpan::kBlock   ? 96
+                               : kSpan == RingSpan::kBlock   ? (kWideDy ? 112 : 96)
                                : kSpan == RingSpan::kCluster ? 112
                                                              : 128;
 
@@ -513,7 +513,7 @@ __device__ __forceinline__ void swap_sums(float (&dw)[kChunks][kColumns],
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
 template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached>
-__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
+__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized, (sizeof(DY) > sizeof(X))>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
   constexpr int kChunks = kRingChunks<X>;
