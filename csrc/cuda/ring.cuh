@@ -1097,8 +1097,9 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     constexpr RingSpan kSpan = decltype(span)::value;
     const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value>;
     constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, DY>;
-    constexpr int kMostWarps =
-        kSpan == RingSpan::kBlock && kVectorized && sizeof(X) == 2 ? kRingWarps : kRingRowWarps;
+    constexpr bool kLarge =
+        kSpan == RingSpan::kBlock && kVectorized && kIs16Bit<X> && std::is_same_v<X, DY>;
+    constexpr int kMostWarps = kLarge ? kRingWarps : kRingRowWarps;
     const int threads = plan.threads_per_row * plan.rows_per_block;
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     const int bytes = threads / kWarpSize * kWarpBytes;
