@@ -26,9 +26,9 @@ constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
 // 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
 // spills in a cluster's rows took 8 % more time.)
-template <RingSpan kSpan, bool kVectorized, bool kWideDy = false>
+template <RingSpan kSpan, bool kVectorized>
 constexpr int kRingRegisters = !kVectorized                  ? 128
-                               : kSpan == RingSpan::kBlock   ? (kWideDy ? 112 : 96)
+                               : kSpan == RingSpan::kBlock   ? 96
                                : kSpan == RingSpan::kCluster ? 112
                                                              : 128;
 
@@ -513,7 +513,7 @@ __device__ __forceinline__ void swap_sums(float (&dw)[kChunks][kColumns],
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
 template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached>
-__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized, (sizeof(DY) > sizeof(X))>))
+__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
   constexpr int kChunks = kRingChunks<X>;
@@ -1000,8 +1000,9 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized, (sizeof(DY) > si
   const int last_begin =  // of the warp's columns among the block's
       kShort ? 0 : (thread / kWarpSize - last_group * p.warps) * kWarpSize * kChunks * kColumns;
   // Of one group of warps, or of two, without a detour: 4096 x 8192 bfloat16 60.8 us on an H200 by
-  // way of all that follows, 59.3 us so.
-  if constexpr (kVectorized && !kShort) {
+  // way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more registers
+  // 65536 x 1024 took 149 us for 142 us.)
+  if constexpr (kVectorized && !kShort && !kWideDy) {
     const int sharing = merges ? p.groups * p.merged : p.groups;
     if (sharing <= 2) {
       const unsigned threads = p.warps * kWarpSize;  // of a group
