@@ -285,14 +285,14 @@ def _cell(mode: str, case: Case, which: Pass, variant: str | None = None) -> Cel
         "case": case.to_json(),
         "bytes": case.bytes_moved(which),
         "ceiling": None,
-        "dense": None,
+        "plain": None,
         "providers": {},
     }
 
 
 def _with_times(cell: Cell, times: dict[str, Times], device: torch.device) -> Cell:
     for name, value in times.items():
-        if name in ("ceiling", "dense"):
+        if name in ("ceiling", "plain"):
             cell[name] = value.to_json()
         else:
             cell["providers"][name] |= value.to_json()

@@ -64,9 +64,9 @@ def _title(mode: str, which: Pass) -> str:
 def _cells_table(cells: Sequence[Cell]) -> str:
     names = list(dict.fromkeys(name for cell in cells for name in cell["providers"]))
     mode = cells[0]["mode"]
-    has_dense = any(cell["dense"] for cell in cells)
+    has_plain = any(cell["plain"] for cell in cells)
     if mode == "cold":
-        header = ["rows x cols", "ceiling GB/s", "ceiling us", *(["dense"] if has_dense else [])]
+        header = ["rows x cols", "ceiling GB/s", "ceiling us", *(["plain"] if has_plain else [])]
         header += [*names, "spread", "goal", ""]
     else:
         header = ["rows x cols", *(["ceiling"] if mode == "graph" else []), *names, "spread", ""]
@@ -77,8 +77,8 @@ def _cells_table(cells: Sequence[Cell]) -> str:
         ceiling = cell["ceiling"]["us"] if cell["ceiling"] else None
         if mode == "cold":
             line += [f"{cell['bytes'] / ceiling * 1e-3:.0f}", f"{ceiling:.1f}"]
-            if has_dense:
-                line.append(f"{ceiling / cell['dense']['us']:.3f}" if cell["dense"] else "")
+            if has_plain:
+                line.append(f"{ceiling / cell['plain']['us']:.3f}" if cell["plain"] else "")
         elif mode == "graph":
             line.append(f"{ceiling:.2f}")
         for name in names:

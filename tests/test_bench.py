@@ -196,7 +196,7 @@ def _cell(ours: float, theirs: float, ceiling: float, case: Case, mode: str = "c
         "case": case.to_json(),
         "bytes": case.bytes_moved("fwd"),
         "ceiling": times(ceiling),
-        "dense": None,
+        "plain": None,
         "providers": {
             "fastnorm": {"status": "ok", **times(ours)},
             "torch": {"status": "ok", **times(theirs)},

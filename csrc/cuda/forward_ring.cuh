@@ -179,12 +179,20 @@ class MomentsExchange {
     const int block_size = warps_ * size_;
     const float block_cols = columns_of_set<float>(cols_, block_size, rank);
     const unsigned barrier = shared_address(&storage_.block_barriers[turn]);
-    if (lane == 0) arrive_and_expect(barrier, cluster_size_ * static_cast<int>(sizeof(Set)));
+    const bool alone = cluster_size_ == 1;
+    if (!alone && lane == 0) {
+      arrive_and_expect(barrier, cluster_size_ * static_cast<int>(sizeof(Set)));
+    }
     wait_barrier<false>(shared_address(&storage_.warp_barriers[turn]), phase(row));
-    const float inverse = cluster_size_ == 1 ? inverse_cols_ : quotient(1.f, block_cols);
+    const float inverse = alone ? inverse_cols_ : quotient(1.f, block_cols);
     const Set moments =
         merge_sets(sets(storage_.warps[turn][0]), static_cast<int>(block_cols), size_, inverse);
-    if (lane < cluster_size_) {
+    if (alone) {  // st.async is for clusters
+      if (lane == 0) {
+        *sets(storage_.blocks[turn][0]) = moments;
+        arrive(barrier);
+      }
+    } else if (lane < cluster_size_) {
       store_async(remote_address(shared_address(&storage_.blocks[turn][rank]), lane), moments.mean,
                   moments.m2, remote_address(barrier, lane));
     }
@@ -545,7 +553,7 @@ cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan
   const int bytes = plan.threads_per_row / kWarpSize * kWarpBytes;
   Launch launch(plan.blocks, threads, stream);
   launch.with_shared(bytes);
-  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size, 1))(kernel, p);
+  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
 }
 
 // Rows of X whose y, weight and bias have the same dtype.
