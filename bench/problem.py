@@ -52,8 +52,8 @@ class Problem:
         return x, weight, bias
 
     def ceilings(self, which: Pass) -> dict[str, Call]:
-        """The ceiling's call, and `plain` where it is not what it is between tensors of x's shape that
-        are dense and aligned: that.
+        """The ceiling's call, and `plain` where that is not the one between dense and aligned tensors
+        of x's shape: this.
         """
         case, x, dy = self.case, self.x, self.dy
         if which == "both":
@@ -78,7 +78,10 @@ class Problem:
         calls = {"ceiling": self._add(x, dy)}
         if is_short:
             filled, other = self._with_moments(x, moved=3), self._with_moments(dy, moved=3)
-            return {"ceiling": functools.partial(torch.add, filled, other), "plain": calls["ceiling"]}
+            return {
+                "ceiling": functools.partial(torch.add, filled, other),
+                "plain": calls["ceiling"],
+            }
         if not is_dense:
             calls["plain"] = self._add(x.contiguous().clone(), dy.contiguous().clone())
         return calls
