@@ -52,8 +52,8 @@ class Problem:
         return x, weight, bias
 
     def ceilings(self, which: Pass) -> dict[str, Call]:
-        """The ceiling's call, and where that is not the one between dense and aligned tensors of x's
-        shape, `plain`: that one.
+        """The ceiling's call, and where that differs from the one between tensors of x's shape that
+        are dense and aligned, `plain`: that one.
         """
         case, x, dy = self.case, self.x, self.dy
         if which == "both":
