@@ -96,7 +96,8 @@ constexpr bool kEarlyParameters = sizeof(W) <= sizeof(X);
 // spans of longer ones do: 65536 x 1024 bfloat16, one element off, took 105 us on an H200 element
 // by element, 75.5 us so.
 template <int kLanes, int kChunks, bool kVectorized>
-constexpr bool kBySpan = kLanes >= 8 && 2 * kChunks > kRegisterChunks && !kVectorized;
+constexpr bool kBySpan =
+    kLanes >= 8 && (kLanes & (kLanes - 1)) == 0 && 2 * kChunks > kRegisterChunks && !kVectorized;
 
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
 template <class X, class W, int kLanes, int kChunks, bool kVectorized>
@@ -114,18 +115,22 @@ __global__ void __launch_bounds__(kShortRowThreads,
     forward_short_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
-  constexpr int kRows = kRegisterChunks / kChunks;  // four chunks in flight per thread
-  constexpr int kTeams = kWarpSize / kLanes;        // rows side by side in a warp
+  // Four chunks in flight per thread, or five.
+  constexpr int kRows = std::max(1, kRegisterChunks / kChunks);
+  constexpr int kTeams = kWarpSize / kLanes;  // rows side by side in a warp
   start_block(p);
-  const int team = threadIdx.y % kTeams;
-  const int warp = threadIdx.y / kTeams;
+  const int team = threadIdx.x / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const bool idle = kTeams * kLanes < kWarpSize && team == kTeams;  // a lane that is left over
+  const int warp = threadIdx.y;
   const int warps = kShortRowThreads / kWarpSize;
   const int64_t warp_row = (static_cast<int64_t>(blockIdx.x) * warps + warp) * (kTeams * kRows);
   constexpr bool kSpan = kBySpan<kLanes, kChunks, kVectorized>;
   constexpr bool kWhole = kVectorized || kSpan;
-  const Share<X, kWhole> share{static_cast<int>(threadIdx.x), kLanes, static_cast<int>(p.cols)};
+  const int cols = static_cast<int>(p.cols);
+  const Share<X, kWhole> share{idle ? cols : lane, kLanes, cols};
 
-  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized>;
+  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized, kLanes % 2 == 0>;
   using XSpan = SpanStage<kChunks, kLanes>;
   using YSpan = SpanStage<kChunks * (sizeof(Y) > sizeof(X) ? sizeof(Y) / sizeof(X) : 1), kLanes>;
   __shared__ std::conditional_t<kSpan, typename YSpan::Buffer[kTeams], typename Writer::Storage>
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = warp_row + r * kTeams + team;
-      x[r].load(row < p.rows ? p.x + row * p.x_row_stride : nullptr, share);
+      x[r].load(row < p.rows && !idle ? p.x + row * p.x_row_stride : nullptr, share);
     }
   }
   ParameterTile<W, kChunks, kColumns> parameters;
@@ -151,7 +156,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
     for (int k = 0; k < kChunks; ++k) parameters.load(p.weight, p.bias, share, k);
   };
   // While registers are free, or chunk by chunk when they are needed.
-  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan;
+  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan && kChunks <= kRegisterChunks;
   constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
@@ -160,7 +165,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
   A first[kRows], sums[kRows], mean[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    first[r] = reference_point(__shfl_sync(kAllLanes, x[r].template get<A>(0, 0), 0, kLanes));
+    first[r] = reference_point(of_first_lane<kLanes>(x[r].template get<A>(0, 0)));
     sums[r] = 0;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -218,7 +223,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = warp_row + r * kTeams + team;
     shifts[r] = -(lacks[r] * rstd[r]);
-    if (threadIdx.x == 0 && row < p.rows) {
+    if (lane == 0 && !idle && row < p.rows) {
       p.mean[row] = mean[r] + lacks[r];
       p.rstd[row] = rstd[r];
     }
@@ -414,7 +419,9 @@ __global__ void __launch_bounds__(kSegmentThreads)
 template <bool kVectorized, class X, class Y, class W>
 cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPlan& plan,
                            cudaStream_t stream) {
-  const dim3 threads(plan.threads_per_row, plan.rows_per_block / plan.rows_per_thread);
+  const dim3 threads = plan.kernel == Kernel::kShortRows
+                           ? dim3(kWarpSize, kShortRowThreads / kWarpSize)
+                           : dim3(plan.threads_per_row, plan.rows_per_block / plan.rows_per_thread);
   const auto launch_rows = [&](auto kernel) {
     // More shared memory than 48 KB, the kernel's own included, has to be asked for.
     constexpr int kFreeBytes = 44 * 1024;
@@ -458,6 +465,16 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       if constexpr (std::is_same_v<X, Y> && std::is_same_v<X, W> && !std::is_same_v<X, double>) {
         switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
+          case 21:
+            return launch_rows(forward_short_rows<X, Y, W, 2, 1, kVectorized>);
+          case 45:
+            return launch_rows(forward_short_rows<X, Y, W, 4, 5, kVectorized>);
+          case 85:
+            return launch_rows(forward_short_rows<X, Y, W, 8, 5, kVectorized>);
+          case 105:
+            return launch_rows(forward_short_rows<X, Y, W, 10, 5, kVectorized>);
+          case 165:
+            return launch_rows(forward_short_rows<X, Y, W, 16, 5, kVectorized>);
           case 43:
             return launch_rows(forward_short_rows<X, Y, W, 4, 3, kVectorized>);
           case 83:

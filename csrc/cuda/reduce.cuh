@@ -52,14 +52,38 @@ __device__ __forceinline__ Value reduce_warp(Value value) {
   return value.broadcast(kWarpSize);
 }
 
-// The sums over kWidth neighbouring lanes (a power of two), the same in all of them; several at a
-// time, so that their shuffles overlap.
+// The value of the first of each kWidth neighbouring lanes of a warp.
+template <int kWidth, class A>
+__device__ __forceinline__ A of_first_lane(A value) {
+  constexpr bool kPower = (kWidth & (kWidth - 1)) == 0;
+  if constexpr (kPower) return __shfl_sync(kAllLanes, value, 0, kWidth);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  return __shfl_sync(kAllLanes, value, lane - lane % kWidth);
+}
+
+// The sums over kWidth neighbouring lanes of a warp, the same in all of them; several at a time, so
+// that their shuffles overlap.
 template <int kWidth, class A, int kCount>
 __device__ __forceinline__ void sum_lanes(A (&values)[kCount]) {
+  if constexpr ((kWidth & (kWidth - 1)) == 0) {
 #pragma unroll
-  for (int offset = 1; offset < kWidth; offset *= 2) {
+    for (int offset = 1; offset < kWidth; offset *= 2) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] += __shfl_xor_sync(kAllLanes, values[i], offset);
+      for (int i = 0; i < kCount; ++i) values[i] += __shfl_xor_sync(kAllLanes, values[i], offset);
+    }
+  } else {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize % kWidth;
+#pragma unroll
+    for (int left = kWidth; left > 1; left = (left + 1) / 2) {
+      const int half = (left + 1) / 2;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const A other = __shfl_down_sync(kAllLanes, values[i], half);
+        if (lane + half < left) values[i] += other;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = of_first_lane<kWidth>(values[i]);
   }
 }
 

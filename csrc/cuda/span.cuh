@@ -36,6 +36,10 @@ struct Span {
   __device__ __forceinline__ bool has(int k) const {
     return cols >= (k * kWarpSize + lane + 1) * kColumns;
   }
+  // Whether it does in the neighbouring lane.
+  __device__ __forceinline__ bool neighbour_has(int k) const {
+    return cols >= (k * kWarpSize + (lane ^ 1) + 1) * kColumns;
+  }
   // Columns behind the last whole chunk of a row, fewer than a chunk, if they are this span's: one
   // for each of the first lanes.
   __device__ __forceinline__ int tail() const {

@@ -7,6 +7,29 @@
 
 namespace fastnorm::cuda {
 
+// Stores a pack of two granules at `target`, if it exists, together with that of the neighbouring
+// lane (the other of 2 i and 2 i + 1), which lies right behind or before it: each access writes
+// whole sectors of 32 bytes so, not halves. All lanes of the warp come here.
+template <class T, int kCount>
+__device__ __forceinline__ void store_with_neighbour(T* target, const Pack<T, kCount>& pack,
+                                                     bool exists, bool neighbour_exists) {
+  static_assert(sizeof(T) == 4 && sizeof(pack) == 2 * kChunkBytes);
+  constexpr int kHalf = kCount / 2;
+  const bool odd = threadIdx.x % 2 == 1;
+  Pack<T, kHalf> first, second;  // of the even lane's pack, and of the odd one's
+#pragma unroll
+  for (int j = 0; j < kHalf; ++j) {
+    const T own = odd ? pack.words[kHalf + j] : pack.words[j];
+    const T given = odd ? pack.words[j] : pack.words[kHalf + j];
+    const T other = __shfl_xor_sync(kAllLanes, given, 1);
+    first.words[j] = odd ? other : own;
+    second.words[j] = odd ? own : other;
+  }
+  T* const place = odd ? target - kHalf : target;
+  if (odd ? neighbour_exists : exists) store_pack(place, first);
+  if (odd ? exists : neighbour_exists) store_pack(place + kCount, second);
+}
+
 // A span of at most kCapacity elements of T that one warp writes.
 template <class T, int kCapacity>
 class WarpStage {

@@ -184,7 +184,8 @@ struct RowWriter {
 
 // Writes the rows of a warp that has several, consecutive ones of a dense tensor: a team of lanes
 // each. All lanes come here, those beyond the last row as well.
-template <class T, int kChunks, int kColumns, bool kVectorized>
+// kPairs: with an even number of lanes in each.
+template <class T, int kChunks, int kColumns, bool kVectorized, bool kPairs>
 struct ShortRowWriter {
   using Stage = WarpStage<T, kWarpSize * kChunks * kColumns>;
   struct Unused {};
@@ -203,7 +204,12 @@ struct ShortRowWriter {
       T* const row = tensor + (first_row + team) * share.cols;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        if (first_row + team < rows && share.left(k) > 0) {
+        const bool exists = first_row + team < rows && share.left(k) > 0;
+        if constexpr (kPairs && kColumns * sizeof(T) > kChunkBytes) {
+          const int distance = share.first % 2 == 0 ? kColumns : -kColumns;
+          const bool neighbour_exists = first_row + team < rows && share.left(k) > distance;
+          store_with_neighbour(row + share.column(k), chunk(k), exists, neighbour_exists);
+        } else if (exists) {
           store_pack(row + share.column(k), chunk(k));
         }
       }
