@@ -265,14 +265,16 @@ __global__ void __launch_bounds__(kShortRowThreads,
 }
 
 // Blocks of kShortRowThreads threads, or as many threads in larger ones, that an SM must hold where
-// each has kChunks chunks in registers.
-template <class X, class W, int kChunks, bool kVectorized>
-constexpr int kWarpBlocks = !kEarlyParameters<X, W>      ? (kVectorized ? 12 : 8)
-                            : kChunks <= kRegisterChunks ? 16
-                            : kVectorized                ? (kChunks == 5 ? 16 : 14)
-                            : kChunks == 5               ? 12
-                            : kChunks == 6               ? 10
-                                                         : 8;
+// each has kChunks chunks in registers. With more of them rows that are written as wider types
+// spill.
+template <class X, class Y, class W, int kChunks, bool kVectorized>
+constexpr int kWarpBlocks = kVectorized && sizeof(Y) > sizeof(X) ? (kChunks == 6 ? 10 : 12)
+                            : !kEarlyParameters<X, W>            ? (kVectorized ? 12 : 8)
+                            : kChunks <= kRegisterChunks         ? 16
+                            : kVectorized                        ? (kChunks == 5 ? 16 : 14)
+                            : kChunks == 5                       ? 12
+                            : kChunks == 6                       ? 10
+                                                                 : 8;
 
 // One row per block, or per cluster of blocks. kMaxThreads and kMinBlocks set the registers: with
 // 56 an SM holds three blocks of 384 threads, and 12288 columns of bfloat16 took 133 us on an H200
@@ -331,7 +333,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 
 // One row for each warp of the block.
 template <class X, class Y, class W, int kChunks, bool kVectorized>
-__global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, W, kChunks, kVectorized>)
+__global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, Y, W, kChunks, kVectorized>)
     forward_warp_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   using Tile = RowTile<X, Y, kChunks, 0, kVectorized, !kVectorized>;
@@ -513,7 +515,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       if (plan.chunks_per_thread == 5) {
         // (Not aligned, 80 registers would spill.)
-        constexpr int kFiveBlocks = kVectorized ? kWarpBlocks<X, W, 5, true> / 2 : kFew ? 5 : 4;
+        constexpr int kFiveBlocks = kVectorized ? kWarpBlocks<X, Y, W, 5, true> / 2 : kFew ? 5 : 4;
         return launch_rows(forward_rows<X, Y, W, 128, kFiveBlocks, 5, 0, false, kVectorized>);
       }
       if constexpr (kSeven) {
