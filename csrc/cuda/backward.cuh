@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   const int teams = kWarpSize / lanes;
   const int team = several_warps ? 0 : threadIdx.y % teams;
   using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
-  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized, false>;
+  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
   __shared__ union {
     typename Writer::Storage long_rows;
     typename ShortRowWriter::Storage short_rows[kMaxSharedBlock / kWarpSize];

@@ -97,7 +97,7 @@ constexpr bool kEarlyParameters = sizeof(W) <= sizeof(X);
 // by element, 75.5 us so.
 template <int kLanes, int kChunks, bool kVectorized>
 constexpr bool kBySpan =
-    kLanes >= 8 && (kLanes & (kLanes - 1)) == 0 && 2 * kChunks > kRegisterChunks && !kVectorized;
+    kLanes >= 8 && is_power_of_two(kLanes) && 2 * kChunks > kRegisterChunks && !kVectorized;
 
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
 template <class X, class W, int kLanes, int kChunks, bool kVectorized>

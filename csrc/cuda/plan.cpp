@@ -841,14 +841,11 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
   return runs(Kernel::kCluster) ? Kernel::kCluster : Kernel::kSplit;
 }
 
-// Whether lanes of short rows may have three chunks (or five, or one of two) and not two or four
-// alone: kernels for that are
-// compiled for rows of a warp, and others where all tensors have one dtype. 465277 x 144 bfloat16
-// reached .85 of a copy on an H200 with four chunks for each of eight lanes, .91 with three.
-bool has_three_chunks(const ForwardProblem& problem, int64_t lanes) {
-  return lanes == kWarpSize ||
-         (problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
-          problem.cols % chunk_columns(problem.x_dtype) == 0);
+// Whether lanes of short rows may have other numbers of chunks than two and four: kernels for that
+// are compiled where all tensors have one dtype.
+bool has_any_chunks(const ForwardProblem& problem) {
+  return problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
+         problem.cols % chunk_columns(problem.x_dtype) == 0;
 }
 
 // A row in one warp or less. Blocks have about 4 KB of x, in one row or many: the smallest and most
@@ -857,8 +854,10 @@ bool has_three_chunks(const ForwardProblem& problem, int64_t lanes) {
 // four, accesses to very short rows are less scattered (2097152 x 64: 135 us for 142 us) and rows
 // that end within a chunk have more threads at work (526344 x 255: 200 us for 218 us).
 //
-// Five chunks in each lane, where that takes half of the lanes: fewer of them are idle. Of a copy,
-// 134 MB: bfloat16 136 columns .87 -> .89, 144 .92 -> .99, 160 .94 -> 1.00, 264 .85 -> .95, 320 .96
+// Three chunks in each lane where they do: 465277 x 144 bfloat16 reached .85 of a copy on an H200
+// with four for each of eight lanes, .91 with three. Five where that takes half of the lanes, for
+// fewer of them are idle. Of a copy, 134 MB: bfloat16 136 columns .87 -> .89, 144 .92 -> .99, 160
+// .94 -> 1.00, 264 .85 -> .95, 320 .96
 // -> .99, 520 .84 -> .97, 640 .96 -> .99; float32 132 .88 -> .93, 260 .86 -> .98, but 68 .90 -> .80
 // (and in two lanes 72 bfloat16 .89 -> .67). In ten lanes 392 and 400 bfloat16 .94 -> .97 and .98,
 // but in five 200 .94 -> .91. Two chunks are in a lane each: 8388608 x 16 .84 -> .99.
@@ -868,9 +867,11 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
   const int64_t lanes = next_power_of_two(ceil_div(chunks, chunks_per_lane));
   plan.threads_per_row = static_cast<int>(lanes);
   plan.chunks_per_thread = static_cast<int>(std::min(chunks_per_lane, next_power_of_two(chunks)));
-  const bool three = chunks > 2 * lanes && chunks <= 3 * lanes && has_three_chunks(problem, lanes);
-  if (three) plan.chunks_per_thread = 3;
-  if (!uneven && has_three_chunks(problem, 1)) {
+  const bool any_chunks = has_any_chunks(problem);
+  const bool three = chunks > 2 * lanes && chunks <= 3 * lanes;
+  // (Rows of a warp have a kernel for three whatever the dtypes.)
+  if (three && (any_chunks || lanes == kWarpSize)) plan.chunks_per_thread = 3;
+  if (any_chunks) {
     const auto take = [&](int64_t lanes_of_row, int chunks_of_lane) {
       plan.threads_per_row = static_cast<int>(lanes_of_row);
       plan.chunks_per_thread = chunks_of_lane;

@@ -184,8 +184,8 @@ struct RowWriter {
 
 // Writes the rows of a warp that has several, consecutive ones of a dense tensor: a team of lanes
 // each. All lanes come here, those beyond the last row as well.
-// kPairs: with an even number of lanes in each.
-template <class T, int kChunks, int kColumns, bool kVectorized, bool kPairs>
+// kPairs: of an even number of lanes each, so that neighbours can store a wider T together.
+template <class T, int kChunks, int kColumns, bool kVectorized, bool kPairs = false>
 struct ShortRowWriter {
   using Stage = WarpStage<T, kWarpSize * kChunks * kColumns>;
   struct Unused {};
