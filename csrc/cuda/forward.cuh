@@ -97,7 +97,7 @@ constexpr bool kEarlyParameters = sizeof(W) <= sizeof(X);
 // by element, 75.5 us so.
 template <int kLanes, int kChunks, bool kVectorized>
 constexpr bool kBySpan =
-    kLanes >= 8 && is_power_of_two(kLanes) && 2 * kChunks > kRegisterChunks && !kVectorized;
+    kLanes >= 8 && kIsPowerOfTwo<kLanes> && 2 * kChunks > kRegisterChunks && !kVectorized;
 
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
 template <class X, class W, int kLanes, int kChunks, bool kVectorized>
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
   // Four chunks in flight per thread, or five.
-  constexpr int kRows = std::max(1, kRegisterChunks / kChunks);
+  constexpr int kRows = kChunks < kRegisterChunks ? kRegisterChunks / kChunks : 1;
   constexpr int kTeams = kWarpSize / kLanes;  // rows side by side in a warp
   start_block(p);
   const int team = threadIdx.x / kLanes;

@@ -52,12 +52,13 @@ __device__ __forceinline__ Value reduce_warp(Value value) {
   return value.broadcast(kWarpSize);
 }
 
-constexpr bool is_power_of_two(int n) { return (n & (n - 1)) == 0; }
+template <int kNumber>
+constexpr bool kIsPowerOfTwo = (kNumber & (kNumber - 1)) == 0;
 
 // The value of the first of each kWidth neighbouring lanes of a warp.
 template <int kWidth, class A>
 __device__ __forceinline__ A of_first_lane(A value) {
-  if constexpr (is_power_of_two(kWidth)) return __shfl_sync(kAllLanes, value, 0, kWidth);
+  if constexpr (kIsPowerOfTwo<kWidth>) return __shfl_sync(kAllLanes, value, 0, kWidth);
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   return __shfl_sync(kAllLanes, value, lane - lane % kWidth);
 }
@@ -66,7 +67,7 @@ __device__ __forceinline__ A of_first_lane(A value) {
 // that their shuffles overlap.
 template <int kWidth, class A, int kCount>
 __device__ __forceinline__ void sum_lanes(A (&values)[kCount]) {
-  if constexpr (is_power_of_two(kWidth)) {
+  if constexpr (kIsPowerOfTwo<kWidth>) {
 #pragma unroll
     for (int offset = 1; offset < kWidth; offset *= 2) {
 #pragma unroll
