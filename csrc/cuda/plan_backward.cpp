@@ -1,0 +1,326 @@
+// How a backward runs: its kernels and the shape of them; see plan.h.
+#include <algorithm>
+
+#include "plan_stream.h"
+
+namespace fastnorm::cuda {
+namespace {
+
+// Whether a kernel that holds rows in registers runs such ones.
+bool runs(Kernel kernel, int64_t chunks, int chunks_per_thread, const DeviceProperties& device) {
+  switch (kernel) {
+    case Kernel::kShortRows:
+    case Kernel::kElements:
+    case Kernel::kFewRows:
+    case Kernel::kFewElements:
+    case Kernel::kRing:
+      return false;
+    case Kernel::kRows:
+      return chunks <= block_chunks(chunks_per_thread);
+    case Kernel::kCluster:
+      return device.compute_capability >= 90 &&
+             chunks <= block_chunks(chunks_per_thread) * kMaxClusterSize;
+    case Kernel::kSplit:
+      return true;
+  }
+  return false;
+}
+
+Kernel choose_kernel(int64_t chunks, int chunks_per_thread, const DeviceProperties& device,
+                     const PlanRequest& request) {
+  if (request.kernel && runs(*request.kernel, chunks, chunks_per_thread, device)) {
+    return *request.kernel;
+  }
+  for (Kernel kernel : {Kernel::kRows, Kernel::kCluster}) {
+    if (runs(kernel, chunks, chunks_per_thread, device)) return kernel;
+  }
+  return Kernel::kSplit;
+}
+
+// Threads for `chunks` chunks: a power of two within a warp, so that rows share it evenly; whole
+// warps beyond.
+int choose_threads(int64_t chunks, int chunks_per_thread) {
+  const int64_t threads = ceil_div(chunks, chunks_per_thread);
+  return static_cast<int>(threads <= kWarpSize ? next_power_of_two(threads)
+                                               : ceil_div(threads, kWarpSize) * kWarpSize);
+}
+
+// Rows in the registers of a block, a cluster or, cut into segments, of blocks that do not meet.
+// Returns how many blocks run side by side.
+int64_t shape_rows(BackwardPlan& plan, int64_t chunks, const DeviceProperties& device,
+                   const PlanRequest& request) {
+  plan.kernel = choose_kernel(chunks, plan.chunks_per_thread, device, request);
+  if (plan.kernel == Kernel::kSplit) {
+    shape_segments(plan, chunks);
+  } else if (plan.kernel == Kernel::kCluster) {
+    plan.cluster_size = choose_cluster_size(chunks, block_chunks(plan.chunks_per_thread), request);
+    // A row's partial results travel between whole warps.
+    plan.threads_per_row = std::max(
+        kWarpSize, choose_threads(ceil_div(chunks, plan.cluster_size), plan.chunks_per_thread));
+  } else {
+    plan.threads_per_row = choose_threads(chunks, plan.chunks_per_thread);
+    plan.rows_per_block = std::max(1, kMaxSharedBlock / plan.threads_per_row);
+  }
+  const int block_threads = plan.threads_per_row * plan.rows_per_block;
+  return int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
+}
+
+// The shares of the rows, at least, of which dw and db are added up row by row. PyTorch adds up 32;
+// the error of fewer and longer ones grows faster with the number of rows. With twice as many rows
+// as here, that of equal signs exceeds twice PyTorch's and the rounding that tests allow
+// (simulated).
+int64_t least_shares(int64_t rows) {
+  constexpr int64_t kEnough = 32;
+  constexpr int64_t kShare = 64;
+  int64_t shares = 1;
+  while (shares < kEnough && rows > kShare * shares * shares) ++shares;
+  return shares;
+}
+
+void plan_columns(BackwardPlan& plan, const BackwardProblem& problem, int64_t chunks,
+                  const DeviceProperties& device) {
+  plan.weight_grads = WeightGrads::kColumns;
+  plan.column_threads = static_cast<int>(std::min<int64_t>(kWarpSize, next_power_of_two(chunks)));
+  plan.column_rows = kMaxSharedBlock / plan.column_threads;
+  plan.column_tiles = ceil_div(chunks, plan.column_threads);
+  // As many blocks as run side by side, if slices of all tiles come near that; else enough to fill
+  // the device several times over. But slices of a few rows per thread, and enough of them.
+  const int64_t resident = int64_t{kColumnBlocks} * device.sm_count;
+  const int64_t even = resident / plan.column_tiles;
+  const bool side_by_side =
+      plan.vectorized && has_one_dtype(problem) && problem.x_dtype != DType::kFloat64;
+  const bool fills = side_by_side && 10 * even * plan.column_tiles >= 9 * resident;
+  const int64_t wanted = fills ? even : ceil_div(2 * resident, plan.column_tiles);
+  const int64_t sensible = ceil_div(problem.rows, int64_t{4} * plan.column_rows);
+  const int64_t least = ceil_div(least_shares(problem.rows), plan.column_rows);
+  plan.partials = std::max<int64_t>(1, std::min(std::max(wanted, least), sensible));
+}
+
+// Whether rows of partial sums take no more than 8 % of what x does.
+bool are_small(int64_t partials, const BackwardProblem& problem) {
+  const int64_t bytes = 2 * size_in_bytes(accumulation_dtype(problem.x_dtype)) * partials;
+  return 100 * bytes <= 8 * problem.rows * size_in_bytes(problem.x_dtype);
+}
+
+// The tiles of columns in which kFewRows sums dw and db.
+struct Tiles {
+  int lanes = kMaxTileLanes;
+  int slices = 1;  // blocks that share the rows of a tile
+  int64_t blocks = 0;
+};
+
+// 128 bytes wide and cut into slices until there is a block for each multiprocessor, if each has
+// rows enough; 64 bytes wide where that gives very few. More blocks leave no room for those of dx:
+// 512 x 8192 bfloat16 took 11 us in a graph on an H200 with 128 of them, 15 us with 256.
+Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const DeviceProperties& device,
+                  int most_lanes) {
+  constexpr int kLeastSliceRows = 128;
+  constexpr int kLeastBlocks = 32;
+  Tiles tiles;
+  for (int lanes = most_lanes; lanes >= kMinTileLanes; lanes /= 2) {
+    tiles.lanes = lanes;
+    tiles.slices = cluster_size;
+    const int64_t wide = ceil_div(problem.cols, lanes * chunk_columns(problem.x_dtype));
+    while (cluster_size == 1 && tiles.slices < kMaxClusterSize &&
+           wide * tiles.slices < device.sm_count &&
+           problem.rows >= 2 * tiles.slices * kLeastSliceRows) {
+      tiles.slices *= 2;
+    }
+    tiles.blocks = wide * tiles.slices;
+    if (tiles.blocks >= kLeastBlocks) break;
+  }
+  return tiles;
+}
+
+// Whether rows are better off one by one than in the ring: where x and dy are small enough to be
+// read twice, and there are columns enough to sum side by side (8.4 MB, 4096 x 1024 bfloat16, took
+// 15.4 us on an H200, in the ring 17.3 us; 12.6 MB, 8192 x 768, 22.4 and 22.1 us; 16.8 MB, 4096 x
+// 2048, 25.5 and 23.7 us); or for dx alone. Rows of more than 256 threads have but one block on a
+// multiprocessor, and are slower then where there are many: dx of 16384 x 8192 bfloat16 took 201
+// us, in the ring 194 us; 65536 x 1024 100 us for 107 us.
+constexpr int64_t kFewRowsBytes = 12 << 20;
+constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
+
+// Likewise of dx alone where rows end within a chunk. Of 16-bit elements, which are then stored one
+// by one, 16384 x 1023 bfloat16 took 47 us on an H200, in the ring 38 us; 1024 x 1023 7.6 us
+// for 8.1 us. Of float32 65536 x 1023 took 187 us, as long as an elementwise sum, for 215 us.
+constexpr int64_t kFewElementsBytes = 4 << 20;
+
+bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
+                  const DeviceProperties& device) {
+  const int64_t bytes = bytes_of(problem);
+  if (!problem.weight_grads) {
+    const bool too_many = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32 &&
+                          bytes > kFewElementsBytes;
+    return !too_many && shape.cluster_size == 1 &&
+           (shape.threads <= kMaxSharedBlock || bytes <= kFewLongRowsBytes);
+  }
+  const bool whole = problem.aligned && !ends_within_a_chunk(problem);
+  const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
+  return bytes <= kFewRowsBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
+}
+
+// Rows as in the ring, one per group of threads, and before them the tiles of columns.
+void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
+                    const DeviceProperties& device, int most_tile_lanes) {
+  plan.kernel = Kernel::kFewRows;
+  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.threads_per_row = shape.threads;
+  plan.cluster_size = plan.slices = shape.cluster_size;
+  const int64_t most_rows =
+      shape.cluster_size > 1 ? 1 : std::max(1, kMaxSharedBlock / shape.threads);
+  const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
+  const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
+  plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
+  if (problem.weight_grads) {
+    plan.weight_grads = WeightGrads::kTiles;
+    const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, most_tile_lanes);
+    plan.tile_lanes = tiles.lanes;
+    plan.slices = tiles.slices;
+    plan.column_blocks = tiles.blocks;
+  }
+  plan.blocks = plan.column_blocks;
+  if (problem.dx) {
+    const int64_t blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.cluster_size;
+    plan.blocks += ceil_div(blocks, plan.slices) * plan.slices;
+  }
+}
+
+// How rows stream through shared memory, in chunks or by column, or are taken one by one where
+// there are few of them; neither shape where they do not.
+struct StreamShape {
+  std::optional<RingShape> ring;
+  std::optional<ElementShape> elements;
+  bool few = false;
+};
+
+StreamShape choose_stream(const BackwardProblem& problem, int64_t chunks,
+                          const DeviceProperties& device, const PlanRequest& request) {
+  const auto asks_for = [&](Kernel kernel) { return request.kernel == kernel; };
+  const bool forced_other =
+      request.kernel && runs(*request.kernel, chunks, backward_chunks(problem.x_dtype), device);
+  if (forced_other) return {};
+  const bool forced_many = asks_for(Kernel::kRing) || request.weight_grads;
+  StreamShape stream;
+  stream.ring = ring_shape(problem, device, request);
+  stream.elements = problem.dx ? element_shape(problem, device, request) : std::nullopt;
+  const bool asks_for_elements = asks_for(Kernel::kElements) || asks_for(Kernel::kFewElements);
+  const bool by_ring_anyway = asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows) ||
+                              (!asks_for_elements && ring_holds_uneven_rows(problem));
+  if (stream.ring && by_ring_anyway) stream.elements.reset();
+  const auto are_few = [&](const RingShape& shape, Kernel kernel) {
+    return shape.cluster_size <= kMaxClusterSize &&
+           (asks_for(kernel) || (!forced_many && has_few_rows(problem, shape, device)));
+  };
+  if (stream.elements) {
+    // Very short rows have one kernel for few and many.
+    stream.few = !is_tiny(problem.cols) && !asks_for(Kernel::kElements) &&
+                 are_few(stream.elements->ring, Kernel::kFewElements);
+  } else if (stream.ring) {
+    stream.few = has_one_dtype(problem) && are_few(*stream.ring, Kernel::kFewRows);
+  }
+  return stream;
+}
+
+// Groups of blocks that work on the same rows together: a block, a cluster, the segments of a row.
+struct Groups {
+  int64_t all = 0;       // that the rows make
+  int64_t resident = 0;  // that run side by side
+};
+
+// dw and db, from the same read of x and dy as dx or from a kernel of their own.
+//
+// The fused backward leaves one row of partial sums per group, written and read once in float32. It
+// pays while a group has at least kMinRows rows to spread that over; below, x and dy mostly sit in
+// the L2 cache and reading them twice is cheaper.
+void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, int64_t chunks,
+                       const Groups& groups, bool streams, const DeviceProperties& device,
+                       const PlanRequest& request) {
+  constexpr int64_t kMinRows = 8;
+  const bool in_grid = plan.cluster_size > kLargeClusterSize;
+  const bool tiny = plan.kernel == Kernel::kElements && is_tiny(problem.cols);
+  // The blocks of a grid may leave several shares: 192 x 1000000 bfloat16 reached .56 of an
+  // elementwise sum on an H200 so, .40 with dw and db from a kernel of their own.
+  const int64_t working_groups = std::max<int64_t>(1, std::min(groups.all, groups.resident));
+  const int64_t shares = ceil_div(least_shares(problem.rows), working_groups);
+  const bool can_share = shares == 1 || (in_grid && are_small(shares * working_groups, problem));
+  const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
+                        (!streams || plan.cluster_size == 1 || can_share);
+  const bool pays = tiny || (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
+  const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
+  if (!can_fuse || !fuse) {
+    plan_columns(plan, problem, chunks, device);
+    return;
+  }
+  plan.weight_grads = WeightGrads::kFused;
+  plan.partials = working_groups;
+  if (in_grid) {
+    plan.shares = static_cast<int>(shares);
+    plan.partials *= shares;
+  }
+  if (streams && plan.cluster_size == 1) {
+    plan.merged = choose_merged(plan.partials, problem, device);
+    plan.partials /= plan.merged;
+  }
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceProperties& device,
+                           const PlanRequest& request) {
+  const int64_t columns = chunk_columns(problem.x_dtype);
+  const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
+  BackwardPlan plan;
+  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.vectorized = problem.aligned && problem.cols % columns == 0;
+  plan.dx = problem.dx;
+  plan.sm_count = device.sm_count;
+  plan.overlap_launches = device.compute_capability >= 90;
+
+  const StreamShape stream = choose_stream(problem, chunks, device, request);
+  if (stream.few && stream.elements) {
+    shape_few_rows(plan, stream.elements->ring, problem, device, kMinTileLanes);
+    plan.kernel = Kernel::kFewElements;
+    plan.columns_per_thread = stream.elements->columns;
+    return plan;
+  }
+  if (stream.few) {
+    shape_few_rows(plan, *stream.ring, problem, device, kMaxTileLanes);
+    return plan;
+  }
+  const bool streams = stream.elements || stream.ring;
+  const int64_t resident_blocks = stream.elements
+                                      ? shape_elements(plan, *stream.elements, problem, device)
+                                  : stream.ring ? shape_ring(plan, *stream.ring, problem, device)
+                                                : shape_rows(plan, chunks, device, request);
+  Groups groups;
+  groups.all = ceil_div(problem.rows, plan.rows_per_block);
+  groups.resident = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
+  if (problem.weight_grads) {
+    plan_weight_grads(plan, problem, chunks, groups, streams, device, request);
+  }
+
+  const bool in_grid = plan.cluster_size > kLargeClusterSize;
+  const int64_t accumulator_bytes = size_in_bytes(accumulation_dtype(problem.x_dtype));
+  if (problem.dx) {
+    // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
+    // state.
+    const int64_t working = plan.kernel == Kernel::kSplit ? groups.all
+                            : plan.weight_grads == WeightGrads::kFused
+                                ? plan.partials * plan.merged / plan.shares
+                            : streams && !in_grid && groups.all < 2 * groups.resident
+                                ? groups.all
+                                : std::min(groups.all, (streams ? 1 : 2) * groups.resident);
+    plan.blocks = working * plan.segments * plan.cluster_size;
+  }
+  if (plan.dx && plan.kernel == Kernel::kSplit) {
+    plan.workspace_bytes += 2 * accumulator_bytes * problem.rows * plan.segments;
+  }
+  plan.workspace_bytes += 2 * accumulator_bytes * plan.partials * problem.cols;
+  if (in_grid) {
+    plan.workspace_bytes += plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+  }
+  return plan;
+}
+
+}  // namespace fastnorm::cuda

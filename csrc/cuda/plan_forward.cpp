@@ -1,0 +1,357 @@
+// How a forward runs: its kernel and the shape of that; see plan.h.
+#include <algorithm>
+
+#include "plan_shapes.h"
+
+namespace fastnorm::cuda {
+namespace {
+
+// The most warps of an uneven row whose parameters have another dtype, with kRegisterChunks.
+constexpr int64_t kMaxUnevenWarps = 12;
+
+// Shared memory of a block of the forward beside what its plan says.
+constexpr int kReductionBytes = 2048;
+
+// Threads of kForwardChunks chunks that a block of the forward can have, whether or not the row is
+// aligned.
+int64_t most_forward_threads(const DeviceProperties& device) {
+  constexpr int kWarpBytes =
+      forward_shared_bytes(kForwardChunks, kForwardChunks - kRegisterChunks, true);
+  const int64_t room = shared_bytes_of(device) - kReductionBytes;
+  int64_t threads = kMaxThreadsPerRow;
+  while (threads / kWarpSize * kWarpBytes > room) threads /= 2;
+  return threads;
+}
+
+bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
+  switch (kernel) {
+    case Kernel::kShortRows:
+      // Uneven rows of a warp are better off in blocks of their own: one shift serves all lanes.
+      return chunks <= (uneven ? kWarpSize / 2 : kWarpSize) * kRegisterChunks;
+    case Kernel::kRows:
+      return chunks <= most_forward_threads(device) * kForwardChunks;
+    case Kernel::kCluster:
+      return device.compute_capability >= 90 &&
+             chunks <= block_chunks(kForwardChunks) * kMaxClusterSize;
+    case Kernel::kElements:
+    case Kernel::kFewRows:
+    case Kernel::kFewElements:
+    case Kernel::kRing:
+      return false;
+    case Kernel::kSplit:
+      return true;
+  }
+  return false;
+}
+
+// No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
+// there are, but for four.
+void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
+  constexpr int64_t kGrain = 4;
+  if (is_tiny(problem.cols)) {
+    plan.threads_per_row = tiny_lanes(problem.cols);
+    plan.columns_per_thread = tiny_columns(problem.cols);
+    plan.rows_per_thread = kTinyForwardRows;
+    plan.rows_per_block = kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
+    return;
+  }
+  plan.rows_per_thread = plan.rows_per_block = kElementRows;
+  const int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
+  plan.threads_per_row = static_cast<int>(
+      lanes > kWarpSize ? ceil_div(lanes, kWarpSize) * kWarpSize
+                        : std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes)));
+  plan.columns_per_thread =
+      static_cast<int>(ceil_div(problem.cols, kGrain * plan.threads_per_row) * kGrain);
+  if (plan.threads_per_row > kWarpSize) {
+    plan.shared_bytes =
+        plan.threads_per_row / kWarpSize *
+        element_stage_bytes(plan.columns_per_thread, kElementRows, size_in_bytes(problem.x_dtype));
+  } else {
+    plan.rows_per_block *= kElementRowThreads / plan.threads_per_row;
+  }
+}
+
+// The chunks that each lane of a row has in registers: four, or more where that takes a warp less
+// of two, three or four. What a warp has to do beside its chunks, alone and with others, is worth
+// two or three of them. Of a copy, on an H200, with four chunks and so: bfloat16 1032, 1152, 1280
+// columns .79, .85, .91 and .99 each, 1288, 1344 .89, .94 and .98, 1.00, 2056, 2112 .94, .97
+// and 1.00, 1.02; float32 516 .85 and .98. Uneven ones of bfloat16, by columns (elements_run) and
+// so: 1033, 1151, 1279 .67, .72, .73 and .85, .90, .93, 1317, 1535 .73, .81 and .89, .93, 1653,
+// 1791 .80, .86 and .87, .91, 2057, 2305, 2559 .72, .75, .82 and .80, .86, .91; in four warps and
+// so 3081, 3329, 3583 .76, .80, .84 and .81, .84, .88. With eight, in one warp or two, they are as
+// fast as with four in two or four.
+int register_chunks(int64_t chunks, const ForwardProblem& problem) {
+  const auto takes = [chunks](int64_t warps, int64_t chunks_per_lane) {
+    return chunks > warps * kWarpSize * (chunks_per_lane - 1) &&
+           chunks <= warps * kWarpSize * chunks_per_lane;
+  };
+  if (takes(1, 5) || takes(2, 5)) return 5;
+  if (takes(1, 6)) return 6;
+  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const bool has_seven =
+      uneven && problem.one_dtype && problem.y_as_x && size_in_bytes(problem.x_dtype) == 2;
+  return has_seven && (takes(1, 7) || takes(2, 7)) ? 7 : kRegisterChunks;
+}
+
+// Whether whole chunks leave few lanes of their warps idle: rows that are not aligned, but
+// realigned in registers, are faster then than by columns. Of a copy, on an H200, in chunks and by
+// columns: bfloat16 901 columns .85 and .86, 937 .87 and .87, 1023 .92 and .88, 1025 .93 and .68,
+// 2601 .84 and .82; float32 385 .92 and .96, 449 .97 and .93, 521 .94 and .91, 767 .99 and .91, 865
+// .95 and .97, 897 .97 and .94, 1351 .95 and .97, 1501 .99 and .98, 1701 .95 and .99, 1801 .98 and
+// .96; bfloat16 with float32 parameters 1023 .72 and .82, 1801 .76 and .78, 2049 .84 and .75, 4095
+// .78 and .75, 12289 .66 and .51.
+bool chunks_fill_warps(const ForwardProblem& problem) {
+  const int64_t chunks = problem.cols / chunk_columns(problem.x_dtype);
+  const int64_t warps = ceil_div(chunks, int64_t{kWarpSize} * kRegisterChunks);
+  const double busy =
+      static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
+  if (!problem.one_dtype) return warps > 1 && warps <= kMaxUnevenWarps && busy >= 0.92;
+  if (size_in_bytes(problem.x_dtype) == 2) return warps > 1 || busy >= 0.91;
+  if (warps == 2 && register_chunks(chunks, problem) > kRegisterChunks) return true;
+  return busy >= (warps == 1 || warps == 2 || warps == 4 ? 0.86 : 0.97);
+}
+
+// Where few warps share a row, that is; with parameters of another dtype, of which chunks would
+// take many registers, all of a block.
+bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
+  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
+  // Of float32 a chunk has no more columns than a lane of these.
+  const bool too_short = problem.x_dtype == DType::kFloat32 && problem.cols <= kWarpSize &&
+                         problem.cols > chunk_columns(problem.x_dtype);
+  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || too_short ||
+      problem.cols > most_threads * kMostElementColumns || chunks_fill_warps(problem)) {
+    return false;
+  }
+  ForwardPlan plan;
+  shape_elements(plan, problem);
+  return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
+}
+
+// Whole warps for `chunks` chunks.
+int forward_threads(int64_t chunks, int chunks_per_thread) {
+  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
+}
+
+// The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
+// none where rows cannot be streamed so.
+std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
+                                            const DeviceProperties& device,
+                                            const PlanRequest& request) {
+  constexpr int kRingBytes = 227 * 1024;
+  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
+      !problem.one_dtype || problem.x_dtype == DType::kFloat64) {
+    return std::nullopt;
+  }
+  const int64_t most = block_chunks(kForwardChunks);
+  const bool large = device.large_clusters > 0;
+  if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
+    return grid_shape(ceil_div(chunks, kForwardChunks), device, request);
+  }
+  const bool alone = chunks <= most && request.cluster_size.value_or(1) <= 1;
+  const int size = alone                             ? 1
+                   : chunks > most * kMaxClusterSize ? kLargeClusterSize
+                                                     : choose_cluster_size(chunks, most, request);
+  return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
+}
+
+// A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
+// holds two blocks or three (of uneven rows of a 16-bit type 384 or just 512, and with parameters
+// of another dtype 384); or in a warp of one, where that is enough. The columns behind the last
+// whole chunk take no thread of their own.
+void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
+  const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
+  const bool uneven = problem.cols % columns != 0;
+  const int in_lane = register_chunks(chunks, problem);
+  const int threads = forward_threads(chunks, in_lane);
+  const bool few = threads <= kMaxUnevenWarps * kWarpSize;
+  const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
+  const bool has_room = !uneven || problem.x_dtype == DType::kFloat32;
+  const bool in_registers = few || full || (has_room && threads <= kMaxThreadsPerRow);
+  plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
+  plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
+  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
+  const bool by_warp = !plan.vectorized || in_lane > kRegisterChunks;
+  if (by_warp && plan.threads_per_row == kWarpSize) {
+    plan.rows_per_block = kShortRowThreads / kWarpSize;
+  }
+}
+
+// Whether the ring is better for rows that a block can hold too, if not in registers alone: for
+// many of them. Of a copy, on an H200, in blocks of their own and in the ring: bfloat16 8192 x
+// 16392 .87 and .93, 8192 x 24576 .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90,
+// 300 x 16392 .97 and .87; float32 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288
+// .95 and .93, 512 x 16384 .77 and .93; not aligned 4084 x 8201 .82 and .89, 999 x 10001 .85 and
+// .94, 244 x 16383 .91 and .82. Of a 16-bit type such rows are not: 813 x 24577 bfloat16 .74 and
+// .68.
+//
+// Columns behind a row's last whole chunk are in the warp of that chunk, in the ring only if it is
+// not full: rows that would be added up in another order are not for it.
+bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties& device) {
+  constexpr int64_t kRounds = 3;
+  const int64_t columns = chunk_columns(problem.x_dtype);
+  ForwardPlan rows;
+  shape_rows(rows, problem, columns);
+  const bool uneven = problem.cols % columns != 0;
+  const bool same_order =
+      !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
+  const bool as_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
+  return rows.chunks_per_thread == kForwardChunks && same_order && as_fast &&
+         problem.rows >= kRounds * device.sm_count;
+}
+
+// `uneven`: rows end within a chunk, and so are never aligned.
+Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool uneven,
+                             const DeviceProperties& device, const PlanRequest& request) {
+  if (request.kernel && forward_runs(*request.kernel, chunks, uneven, device)) {
+    return *request.kernel;
+  }
+  const std::optional<RingShape> ring = forward_ring_shape(problem, chunks, device, request);
+  if (request.kernel == Kernel::kRing && ring) return Kernel::kRing;
+  if (elements_run(problem, device)) return Kernel::kElements;
+  const auto runs = [&](Kernel kernel) { return forward_runs(kernel, chunks, uneven, device); };
+  if (runs(Kernel::kShortRows)) return Kernel::kShortRows;
+  if (runs(Kernel::kRows)) {
+    const bool rings = ring && ring->cluster_size == 1 && ring_holds_block_rows(problem, device);
+    return rings ? Kernel::kRing : Kernel::kRows;
+  }
+  if (ring) return Kernel::kRing;
+  return runs(Kernel::kCluster) ? Kernel::kCluster : Kernel::kSplit;
+}
+
+// Whether lanes of short rows may have other numbers of chunks than two and four: kernels for that
+// are compiled where all tensors have one dtype.
+bool has_any_chunks(const ForwardProblem& problem) {
+  return problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
+         problem.cols % chunk_columns(problem.x_dtype) == 0;
+}
+
+// A row in one warp or less. Blocks have about 4 KB of x, in one row or many: the smallest and most
+// evenly spread reads that still fill the memory's pipeline. On an H200, 131072 x 1024 bfloat16
+// took 133.7 us in blocks of 4 KB, 136.1 us in blocks of 8 KB. With two chunks per lane instead of
+// four, accesses to very short rows are less scattered (2097152 x 64: 135 us for 142 us) and rows
+// that end within a chunk have more threads at work (526344 x 255: 200 us for 218 us).
+//
+// Three chunks in each lane where they do: 465277 x 144 bfloat16 reached .85 of a copy on an H200
+// with four for each of eight lanes, .91 with three. Five where that takes half of the lanes, for
+// fewer of them are idle. Of a copy, 134 MB: bfloat16 136 columns .87 -> .89, 144 .92 -> .99, 160
+// .94 -> 1.00, 264 .85 -> .95, 320 .96 -> .99, 520 .84 -> .97, 640 .96 -> .99; float32 132 .88 ->
+// .93, 260 .86 -> .98, but 68 .90 -> .80 (and in two lanes 72 bfloat16 .89 -> .67). In ten lanes
+// 392 and 400 bfloat16 .94 -> .97 and .98, but in five 200 .94 -> .91. Two chunks are in a lane
+// each: 8388608 x 16 .84 -> .99.
+void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
+                      bool uneven) {
+  const int64_t chunks_per_lane = chunks <= 8 || (uneven && chunks <= 64) ? 2 : 4;
+  const int64_t lanes = next_power_of_two(ceil_div(chunks, chunks_per_lane));
+  plan.threads_per_row = static_cast<int>(lanes);
+  plan.chunks_per_thread = static_cast<int>(std::min(chunks_per_lane, next_power_of_two(chunks)));
+  const bool any_chunks = has_any_chunks(problem);
+  const bool three = chunks > 2 * lanes && chunks <= 3 * lanes;
+  // (Rows of a warp have a kernel for three whatever the dtypes.)
+  if (three && (any_chunks || lanes == kWarpSize)) plan.chunks_per_thread = 3;
+  if (any_chunks) {
+    const auto take = [&](int64_t lanes_of_row, int chunks_of_lane) {
+      plan.threads_per_row = static_cast<int>(lanes_of_row);
+      plan.chunks_per_thread = chunks_of_lane;
+    };
+    const bool too_few = problem.x_dtype == DType::kFloat32 && chunks < 18;
+    if (chunks == 2) take(2, 1);
+    if (lanes >= 8 && chunks <= lanes / 2 * 5 && !too_few) take(lanes / 2, 5);
+    if (chunks == 49 || chunks == 50) take(10, 5);
+  }
+  plan.rows_per_thread = std::max(1, kRegisterChunks / plan.chunks_per_thread);
+  plan.rows_per_block =
+      kShortRowThreads / kWarpSize * (kWarpSize / plan.threads_per_row) * plan.rows_per_thread;
+}
+
+void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
+  plan.chunks_per_thread = kForwardChunks;
+  plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
+  plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
+  plan.shared_chunks = forward_shared_chunks(kForwardChunks, plan.vectorized);
+}
+
+// Blocks of the ring: one on nearly every multiprocessor. Alone an odd number, rather (2044 x
+// 16383 float32 .88 of a copy on an H200 with 131, .86 with 132). In pairs all find a place: 4096 x
+// 65536 bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58.
+// Larger clusters do not fit into what is left of some GPCs; one that has to wait for another's end
+// doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
+int64_t forward_ring_teams(const RingShape& shape, const DeviceProperties& device) {
+  const int sms = device.sm_count;
+  if (shape.grid_rows > 0) return shape.grid_rows;
+  if (shape.cluster_size == 1) return (sms - 1) | 1;
+  if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
+  return std::max(1, (shape.cluster_size == 2 ? sms - 2 : sms - sms / 7) / shape.cluster_size);
+}
+
+void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
+                        const DeviceProperties& device) {
+  plan.kernel = Kernel::kRing;
+  plan.chunks_per_thread = kForwardChunks;
+  plan.cluster_size = shape.cluster_size;
+  plan.threads_per_row = shape.threads;
+  // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
+  // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
+  constexpr int64_t kFewTurns = 8;
+  const int64_t teams = forward_ring_teams(shape, device);
+  const int64_t turns = ceil_div(rows, teams);
+  plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
+  if (shape.grid_rows > 0) {
+    plan.workspace_bytes = plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+  }
+}
+
+}  // namespace
+
+ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,
+                         const PlanRequest& request) {
+  const int64_t columns = chunk_columns(problem.x_dtype);
+  const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
+  const bool uneven = problem.cols % columns != 0;
+  ForwardPlan plan;
+  plan.sm_count = device.sm_count;
+  plan.overlap_launches = device.compute_capability >= 90;
+  plan.kernel = choose_forward_kernel(problem, chunks, uneven, device, request);
+  plan.vectorized = problem.aligned && !uneven;
+  switch (plan.kernel) {
+    case Kernel::kShortRows:
+      shape_short_rows(plan, problem, chunks, uneven);
+      break;
+    case Kernel::kRows:
+      shape_rows(plan, problem, columns);
+      break;
+    case Kernel::kCluster:
+      shape_forward_cluster(plan, chunks, request);
+      break;
+    case Kernel::kElements:
+      shape_elements(plan, problem);
+      break;
+    case Kernel::kFewRows:
+    case Kernel::kFewElements:
+      break;
+    case Kernel::kRing:
+      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem.rows,
+                         device);
+      return plan;
+    case Kernel::kSplit:
+      plan.chunks_per_thread = kForwardChunks;
+      plan.shared_chunks = kForwardChunks - kRegisterChunks;
+      shape_segments(plan, chunks);
+      break;
+  }
+  if (plan.kernel == Kernel::kRows || plan.kernel == Kernel::kCluster ||
+      plan.kernel == Kernel::kSplit) {
+    const bool stages = !plan.vectorized && (plan.shared_chunks > 0 || !problem.y_as_x);
+    plan.shared_bytes = plan.rows_per_block * plan.threads_per_row / kWarpSize *
+                        forward_shared_bytes(plan.chunks_per_thread, plan.shared_chunks, stages);
+  }
+  plan.blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.segments * plan.cluster_size;
+  if (plan.kernel == Kernel::kSplit) {
+    // mean and sum of squares of each segment
+    plan.workspace_bytes =
+        2 * size_in_bytes(accumulation_dtype(problem.x_dtype)) * problem.rows * plan.segments;
+  }
+  return plan;
+}
+
+}  // namespace fastnorm::cuda

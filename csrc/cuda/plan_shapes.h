@@ -1,0 +1,54 @@
+// What the plans of forward and backward share: sizes in chunks, clusters and grids that hold long
+// rows, and the lanes of very short ones.
+#pragma once
+
+#include "plan.h"
+
+namespace fastnorm::cuda {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t next_power_of_two(int64_t n);
+
+inline int64_t chunk_columns(DType x_dtype) { return kChunkBytes / size_in_bytes(x_dtype); }
+
+// The most chunks of a row that one block holds.
+int64_t block_chunks(int chunks_per_thread);
+
+// Shared memory that a block can have on a device. Of those that are not known, the least of the
+// newer ones.
+int shared_bytes_of(const DeviceProperties& device);
+
+// The smallest cluster that holds the row, where a block holds `block_chunks`; a larger one on
+// request.
+int choose_cluster_size(int64_t chunks, int64_t block_chunks, const PlanRequest& request);
+
+// A block for each segment of a row.
+template <class Plan>
+void shape_segments(Plan& plan, int64_t chunks) {
+  plan.threads_per_row = kSegmentThreads;
+  plan.segments = ceil_div(chunks, static_cast<int64_t>(kSegmentThreads) * plan.chunks_per_thread);
+}
+
+// How the ring holds a row: by `threads` of each block of a cluster, or of a group of blocks of a
+// grid that runs as a whole, which then holds `grid_rows` at once.
+struct RingShape {
+  int threads = 0;
+  int cluster_size = 1;
+  int grid_rows = 0;
+};
+
+bool asks_for_grid(const PlanRequest& request);
+
+// Rows of `threads` threads that no cluster holds, in a grid that runs as a whole; none where that
+// does not run.
+std::optional<RingShape> grid_shape(int64_t threads, const DeviceProperties& device,
+                                    const PlanRequest& request);
+
+// Very short rows that end within a chunk; and the lanes of each, which have up to kTinyColumns of
+// its columns.
+inline bool is_tiny(int64_t cols) { return cols <= kMostTinyColumns; }
+int tiny_lanes(int64_t cols);
+int tiny_columns(int64_t cols);
+
+}  // namespace fastnorm::cuda

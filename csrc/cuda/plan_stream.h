@@ -1,0 +1,53 @@
+// The backward's plans of many rows, which stream through shared memory: in chunks (kRing) or by
+// column (kElements).
+#pragma once
+
+#include <optional>
+
+#include "plan_shapes.h"
+
+namespace fastnorm::cuda {
+
+inline bool has_one_dtype(const BackwardProblem& problem) {
+  return problem.dy_dtype == problem.x_dtype;
+}
+
+inline bool ends_within_a_chunk(const BackwardProblem& problem) {
+  return problem.cols % chunk_columns(problem.x_dtype) != 0;
+}
+
+inline int64_t bytes_of(const BackwardProblem& problem) {
+  return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
+}
+
+// How kElements holds a row that ends within a chunk: as the ring, but with single columns. Warps
+// are as many as share those of a multiprocessor well, and have 5 to 8 pairs of columns per lane.
+struct ElementShape {
+  RingShape ring;
+  int columns = 0;   // of a lane, at most
+  int together = 1;  // rows of a block, or blocks of clusters on a multiprocessor
+};
+
+// The block or the cluster or grid of blocks that holds a row in chunks; none where rows cannot be
+// streamed so.
+std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
+                                    const PlanRequest& request);
+
+// The same by column.
+std::optional<ElementShape> element_shape(const BackwardProblem& problem,
+                                          const DeviceProperties& device,
+                                          const PlanRequest& request);
+
+// Whether rows that end within a chunk are better off in the ring than by column.
+bool ring_holds_uneven_rows(const BackwardProblem& problem);
+
+// Make a plan of such a shape; they return how many blocks there are to be.
+int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
+                   const DeviceProperties& device);
+int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
+                       const BackwardProblem& problem, const DeviceProperties& device);
+
+// Of `blocks` that leave rows of partial sums, so many merge theirs in a cluster.
+int choose_merged(int64_t blocks, const BackwardProblem& problem, const DeviceProperties& device);
+
+}  // namespace fastnorm::cuda
