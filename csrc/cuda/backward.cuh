@@ -8,10 +8,10 @@
 // backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
 #pragma once
 
+#include "backward_parameters.cuh"
 #include "launch.cuh"
 #include "pieces.cuh"
 #include "reduce.cuh"
-#include "ring_parameters.cuh"
 #include "tile.cuh"
 #include "weight_grads.cuh"
 

@@ -1,7 +1,7 @@
-// The backward of rows that end within a chunk, column by column. As in ring.cuh blocks stay, rows
-// stream through shared memory, and dw and db come from the same read; but lanes have single
-// columns instead of chunks, which they read wherever the row begins, so that nothing need be
-// shifted into place. dx passes through shared memory and leaves it in whole granules.
+// The backward of rows that end within a chunk, column by column. As in backward_ring.cuh blocks
+// stay, rows stream through shared memory, and dw and db come from the same read; but lanes have
+// single columns instead of chunks, which they read wherever the row begins, so that nothing need
+// be shifted into place. dx passes through shared memory and leaves it in whole granules.
 //
 // Few rows are taken one by one as in few_rows.cuh, with dw and db from other blocks of the launch.
 //
@@ -14,7 +14,8 @@
 
 #include "backward_tiny.cuh"
 #include "few_rows.cuh"
-#include "ring.cuh"
+#include "partial_sums.cuh"
+#include "ring_exchange.cuh"
 
 namespace fastnorm::cuda {
 

@@ -1,5 +1,5 @@
 // The backward of bfloat16 rows that stream through shared memory, of a float32 y.
-#include "ring.cuh"
+#include "backward_ring.cuh"
 
 namespace fastnorm::cuda {
 

@@ -1,6 +1,6 @@
 // The backward of float32 rows that stream through shared memory, and of few of them.
+#include "backward_ring.cuh"
 #include "few_rows.cuh"
-#include "ring.cuh"
 
 namespace fastnorm::cuda {
 

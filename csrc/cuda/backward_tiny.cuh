@@ -1,9 +1,10 @@
-// The backward of rows of a few columns that end within a chunk (see tiny.cuh). As in ring.cuh
-// blocks stay, tiles of rows are under way while others are worked on, and dw and db come from the
-// same read; dx leaves by way of shared memory in whole granules.
+// The backward of rows of a few columns that end within a chunk (see tiny.cuh). As in
+// backward_ring.cuh blocks stay, tiles of rows are under way while others are worked on, and dw and
+// db come from the same read; dx leaves by way of shared memory in whole granules.
 #pragma once
 
-#include "ring.cuh"
+#include "backward_parameters.cuh"
+#include "partial_sums.cuh"
 #include "tiny.cuh"
 
 namespace fastnorm::cuda {

@@ -2,11 +2,11 @@
 // columns and sum dw and db over all rows. Both read x and dy, which stay in the L2 cache. What two
 // launches more and sums of partial sums cost is more than the second read.
 //
-// Rows are held and summed as in ring.cuh, so that dx has the same bits. The rows of a tile are
-// shared out over the blocks of a cluster, whose sums the first of them adds up.
+// Rows are held and summed as in backward_ring.cuh, so that dx has the same bits. The rows of a
+// tile are shared out over the blocks of a cluster, whose sums the first of them adds up.
 #pragma once
 
-#include "ring_parameters.cuh"
+#include "backward_parameters.cuh"
 #include "row_sums.cuh"
 #include "stage.cuh"
 #include "weight_grads.cuh"

@@ -64,7 +64,7 @@ struct FewRowsParameters {
   int64_t column_blocks;  // the first ones of the grid
 };
 
-// Of ring.cuh: rows that stream through shared memory.
+// Of backward_ring.cuh: rows that stream through shared memory.
 template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream);
