@@ -5,6 +5,7 @@
 
 #include "backward_parameters.cuh"
 #include "partial_sums.cuh"
+#include "row_sums.cuh"
 #include "tiny.cuh"
 
 namespace fastnorm::cuda {
