@@ -27,6 +27,92 @@ constexpr int kRingRegisters = !kVectorized                  ? 128
                                : kSpan == RingSpan::kCluster ? 112
                                                              : 128;
 
+// A row of partial sums of each cluster of blocks, of dw and db that its threads have, by way of
+// shared memory. `rank`: of the block among those that hold a row.
+template <class X, class DY, RingSpan kSpan, bool kVectorized>
+__device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, float* staging,
+                                                float (&dw)[kRingChunks<X>][kChunkColumns<X>],
+                                                float (&db)[kRingChunks<X>][kChunkColumns<X>],
+                                                int lanes, int rank, int cluster_size) {
+  constexpr int kChunks = kRingChunks<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
+  constexpr bool kWideDy = sizeof(DY) > sizeof(X);
+  if constexpr (kShort) {
+#pragma unroll 1
+    for (int offset = lanes; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          dw[k][i] += __shfl_xor_sync(kAllLanes, dw[k][i], offset);
+          db[k][i] += __shfl_xor_sync(kAllLanes, db[k][i], offset);
+        }
+      }
+    }
+  }
+
+  const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
+  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);  // columns of the block
+  const int block_begin = rank * width;
+  // Who owns what, worked out anew, or it would be kept in registers through all rows.
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const int group = kShort ? thread / kWarpSize : thread / kWarpSize / p.warps;
+  const int warp_begin =  // of the warp's columns among the block's
+      kShort ? 0 : (thread / kWarpSize - group * p.warps) * kWarpSize * kChunks * kColumns;
+  // Of one group of warps, or of two, without a detour: 4096 x 8192 bfloat16 60.8 us on an H200 by
+  // way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more registers
+  // 65536 x 1024 took 149 us for 142 us.)
+  if constexpr (kVectorized && !kShort && !kWideDy) {
+    const int sharing = merges ? p.groups * p.merged : p.groups;
+    if (sharing <= 2) {
+      const unsigned threads = p.warps * kWarpSize;  // of a group
+      const unsigned in_group = thread - group * threads;
+      const int start = block_begin + warp_begin;
+      const int columns = min(static_cast<int>(p.cols) - start, kWarpSize * kChunks * kColumns);
+      const int64_t partial =
+          static_cast<int64_t>(blockIdx.x / (merges ? 2 : cluster_size)) * p.cols + start;
+      const bool second = merges ? cluster_rank() == 1 : group == 1;
+      if (sharing == 2) {
+        constexpr unsigned kFours = kChunks * kColumns / 4;
+        constexpr auto kBytes = static_cast<unsigned>(sizeof(float4));
+        const unsigned place = shared_address(staging) + in_group * kBytes;
+        const unsigned step = threads * kBytes;
+        if (merges) {
+          swap_sums<true>(dw, db, second, remote_address(place, second ? 0 : 1), place, step);
+        } else {
+          swap_sums<false>(dw, db, second, place + (second ? kFours * step : 0),
+                           place + (second ? 0 : kFours * step), step);
+        }
+      }
+      store_sums((second ? p.db_partials : p.dw_partials) + partial, dw, columns);
+      if (sharing == 1) store_sums(p.db_partials + partial, db, columns);
+      return;
+    }
+  }
+
+  // By way of shared memory. Where blocks are merged, each of a cluster adds up a part of what all
+  // of them have.
+  const auto stage = [&](const float (&values)[kChunks][kColumns], float* target) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 4) {
+        *reinterpret_cast<float4*>(target + warp_begin + (thread % lanes + k * lanes) * kColumns +
+                                   i) =
+            make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
+      }
+    }
+  };
+  __syncthreads();
+  if (!kShort || thread % kWarpSize < lanes) {
+    stage(dw, staging + group * width);
+    stage(db, staging + (p.groups + group) * width);
+  }
+  leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
+}
+
 // dy has x's dtype, or is float32 beside a 16-bit x, with two granules for a chunk of x. Those lie
 // in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
@@ -493,82 +579,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     return;
   }
 
-  // ---- one row of partial sums per cluster
-
-  if constexpr (kShort) {
-#pragma unroll 1
-    for (int offset = lanes; offset < kWarpSize; offset *= 2) {
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-          dw[k][i] += __shfl_xor_sync(kAllLanes, dw[k][i], offset);
-          db[k][i] += __shfl_xor_sync(kAllLanes, db[k][i], offset);
-        }
-      }
-    }
-  }
-
-  const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
-  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);  // columns of the block
-  const int block_begin = rank * width;
-  // Who owns what, worked out anew, or it would be kept in registers through all rows.
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const int last_group = kShort ? thread / kWarpSize : thread / kWarpSize / p.warps;
-  const int last_begin =  // of the warp's columns among the block's
-      kShort ? 0 : (thread / kWarpSize - last_group * p.warps) * kWarpSize * kChunks * kColumns;
-  // Of one group of warps, or of two, without a detour: 4096 x 8192 bfloat16 60.8 us on an H200 by
-  // way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more registers
-  // 65536 x 1024 took 149 us for 142 us.)
-  if constexpr (kVectorized && !kShort && !kWideDy) {
-    const int sharing = merges ? p.groups * p.merged : p.groups;
-    if (sharing <= 2) {
-      const unsigned threads = p.warps * kWarpSize;  // of a group
-      const unsigned in_group = thread - last_group * threads;
-      const int start = block_begin + last_begin;
-      const int columns = min(static_cast<int>(p.cols) - start, kWarpSize * kChunks * kColumns);
-      const int64_t partial =
-          static_cast<int64_t>(blockIdx.x / (merges ? 2 : cluster_size)) * p.cols + start;
-      const bool second = merges ? cluster_rank() == 1 : last_group == 1;
-      if (sharing == 2) {
-        constexpr unsigned kFours = kChunks * kColumns / 4;
-        constexpr auto kBytes = static_cast<unsigned>(sizeof(float4));
-        const unsigned place = shared_address(ring_memory) + in_group * kBytes;
-        const unsigned step = threads * kBytes;
-        if (merges) {
-          swap_sums<true>(dw, db, second, remote_address(place, second ? 0 : 1), place, step);
-        } else {
-          swap_sums<false>(dw, db, second, place + (second ? kFours * step : 0),
-                           place + (second ? 0 : kFours * step), step);
-        }
-      }
-      store_sums((second ? p.db_partials : p.dw_partials) + partial, dw, columns);
-      if (sharing == 1) store_sums(p.db_partials + partial, db, columns);
-      return;
-    }
-  }
-
-  // By way of shared memory. Where blocks are merged, each of a cluster adds up a part of what all
-  // of them have.
-  float* const staging = reinterpret_cast<float*>(ring_memory);
-  const auto stage = [&](const float (&values)[kChunks][kColumns], float* target) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kColumns; i += 4) {
-        *reinterpret_cast<float4*>(target + last_begin + (thread % lanes + k * lanes) * kColumns +
-                                   i) =
-            make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
-      }
-    }
-  };
-  __syncthreads();
-  if (!kShort || thread % kWarpSize < lanes) {
-    stage(dw, staging + last_group * width);
-    stage(db, staging + (p.groups + last_group) * width);
-  }
-  leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
+  leave_ring_sums<X, DY, kSpan, kVectorized>(p, reinterpret_cast<float*>(ring_memory), dw, db,
+                                             lanes, rank, cluster_size);
 }
 
 // How many clusters of the ring's blocks run side by side: of kLargeClusterSize of the largest, and
