@@ -27,8 +27,9 @@ constexpr int kRingRegisters = !kVectorized                  ? 128
                                : kSpan == RingSpan::kCluster ? 112
                                                              : 128;
 
-// A row of partial sums of each cluster of blocks, of dw and db that its threads have, by way of
-// shared memory. `rank`: of the block among those that hold a row.
+// Leaves what the threads of a block have of dw and db: a row of partial sums for each cluster of
+// blocks. `rank`: of the block among those that hold a row. `staging`: the ring, which nobody needs
+// any more.
 template <class X, class DY, RingSpan kSpan, bool kVectorized>
 __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, float* staging,
                                                 float (&dw)[kRingChunks<X>][kChunkColumns<X>],
