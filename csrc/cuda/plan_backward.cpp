@@ -317,9 +317,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     plan.workspace_bytes += 2 * accumulator_bytes * problem.rows * plan.segments;
   }
   plan.workspace_bytes += 2 * accumulator_bytes * plan.partials * problem.cols;
-  if (in_grid) {
-    plan.workspace_bytes += plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
-  }
+  if (in_grid) plan.workspace_bytes += grid_exchange_bytes(plan.blocks);
   return plan;
 }
 

@@ -138,11 +138,7 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
                                             const DeviceProperties& device,
                                             const PlanRequest& request) {
-  constexpr int kRingBytes = 227 * 1024;
-  if (device.compute_capability < 90 || shared_bytes_of(device) < kRingBytes ||
-      !problem.one_dtype || problem.x_dtype == DType::kFloat64) {
-    return std::nullopt;
-  }
+  if (!problem.one_dtype || !can_stream(problem.x_dtype, device)) return std::nullopt;
   const int64_t most = block_chunks(kForwardChunks);
   const bool large = device.large_clusters > 0;
   if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
@@ -297,7 +293,7 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
   const int64_t turns = ceil_div(rows, teams);
   plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
   if (shape.grid_rows > 0) {
-    plan.workspace_bytes = plan.blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+    plan.workspace_bytes = grid_exchange_bytes(plan.blocks);
   }
 }
 

@@ -42,6 +42,12 @@ int choose_cluster_size(int64_t chunks, int64_t block_chunks, const PlanRequest&
   return static_cast<int>(size);
 }
 
+bool can_stream(DType x_dtype, const DeviceProperties& device) {
+  constexpr int kRingBytes = 227 * 1024;
+  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
+         x_dtype != DType::kFloat64;
+}
+
 bool asks_for_grid(const PlanRequest& request) {
   return request.cluster_size && *request.cluster_size > kLargeClusterSize;
 }

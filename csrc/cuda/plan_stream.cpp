@@ -60,13 +60,6 @@ int least_merged(int64_t blocks, const BackwardProblem& problem) {
 
 constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
 
-// Whether rows can be streamed through shared memory.
-bool streams(const BackwardProblem& problem, const DeviceProperties& device) {
-  constexpr int kRingBytes = 227 * 1024;
-  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
-         problem.x_dtype != DType::kFloat64;
-}
-
 // As of a 16-bit x whose y was float32.
 bool has_wide_dy(const BackwardProblem& problem) {
   return problem.dy_dtype == DType::kFloat32 && size_in_bytes(problem.x_dtype) == 2;
@@ -121,7 +114,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   // 237 us. (And dx of a single column, exactly zero, takes the other kernel's order of
   // operations.)
   constexpr int64_t kFewChunks = 4;
-  if (!streams(problem, device) || problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
+  if (!can_stream(problem.x_dtype, device) ||
+      problem.cols <= kFewChunks * chunk_columns(problem.x_dtype)) {
     return std::nullopt;
   }
   const bool wide_dy = has_wide_dy(problem);
@@ -201,7 +195,7 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   constexpr int64_t kMostPairs = 8;
   // A single column's dx is exactly zero, but not in this order of operations.
   if (!ends_within_a_chunk(problem) || problem.cols == 1 || !has_one_dtype(problem) ||
-      !streams(problem, device)) {
+      !can_stream(problem.x_dtype, device)) {
     return std::nullopt;
   }
   const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
