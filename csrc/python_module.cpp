@@ -55,6 +55,7 @@ constexpr std::pair<const char*, cuda::Kernel> kKernels[] = {
 constexpr std::pair<const char*, cuda::WeightGrads> kWeightGrads[] = {
     {"none", cuda::WeightGrads::kNone},
     {"fused", cuda::WeightGrads::kFused},
+    {"row", cuda::WeightGrads::kRow},
     {"tiles", cuda::WeightGrads::kTiles},
     {"columns", cuda::WeightGrads::kColumns}};
 

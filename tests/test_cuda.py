@@ -219,7 +219,8 @@ def test_forced_backward_kernels(
     many = ((600_011, 3), (80_011, 45)) if kernel == "elements" else ()
     for rows, cols in (*SHAPES, *many, (20_011, 41), (5003, 1000), (3001, 769), (2003, 5120)):
         plan = plan_here("backward", rows, cols, dtype, **request)
-        if (plan["kernel"], plan["weight_grads"]) != (kernel, weight_grads):
+        source = "row" if kernel == "few_rows" and rows == 1 else weight_grads
+        if (plan["kernel"], plan["weight_grads"]) != (kernel, source):
             continue
         x, grad_out, weight, bias = _arguments(rows, cols, dtype)
         check_backward(grad_out, x, [cols], weight, bias)
@@ -227,6 +228,47 @@ def test_forced_backward_kernels(
         check_backward(grad_out, x, [cols], None, bias, output_mask=[True, False, True])
         ran += 1
     assert ran >= (5 if "elements" in kernel else 8)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [8, 24, 200, 1000, 1024, 5120, 12_288, 40_960])
+def test_gradients_of_a_single_row(cols: int, dtype: torch.dtype) -> None:
+    """dw and db are what they are beside a row that adds nothing to them."""
+    plan = plan_here("backward", 1, cols, dtype)
+    assert (plan["kernel"], plan["weight_grads"]) == ("few_rows", "row")
+    for widen in (lambda parameter: parameter, Tensor.float):
+        x, grad_out, weight, bias = _arguments(1, cols, dtype)
+        weight, bias = widen(weight), widen(bias)
+        mean, rstd = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+        for given in (x, _narrowed(x)):
+            check_backward(grad_out, given, [cols], weight, bias)
+            arguments = (grad_out, given, [cols], mean, rstd, weight, bias, 1e-5)
+            ours = ops.layer_norm_backward(*arguments, [True, True, True])
+            alone = ops.layer_norm_backward(*arguments, [False, True, True])
+            assert all(one.equal(other) for one, other in zip(alone[1:], ours[1:]))
+            two = [torch.cat((tensor, tensor)) for tensor in (given, mean, rstd)]
+            beside = torch.cat((grad_out, torch.zeros_like(grad_out)))
+            tiles = ops.layer_norm_backward(
+                beside, two[0], [cols], *two[1:], weight, bias, 1e-5, [True, True, True]
+            )
+            assert tiles[0][:1].equal(ours[0])
+            assert all(one.equal(other) for one, other in zip(tiles[1:], ours[1:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [648, 672, 776, 896])
+def test_rows_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
+    """Many have a kernel of their own, with the bits of few."""
+    rows = 16 * torch.cuda.get_device_properties("cuda").multi_processor_count + 1
+    assert plan_here("forward", rows, cols, dtype)["kernel"] == "rows"
+    assert plan_here("forward", 7, cols, dtype)["kernel"] == "short_rows"
+    x, _, weight, bias = _arguments(rows, cols, dtype)
+    x[5] = 100
+    x[6, 0] = 1000
+    many = check_forward(x, [cols], weight, bias)
+    few = check_forward(x[:7], [cols], weight, bias)
+    assert all(ours[:7].equal(other) for ours, other in zip(many, few))
+    check_forward(x, [cols], None, bias)
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)

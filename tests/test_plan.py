@@ -93,6 +93,8 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
             )  # fmt: skip
             if direction == "forward" and plan["cluster_size"] == 1:
                 plan["kernel"] = "rows" if plan["kernel"] == "ring" else plan["kernel"]
+                if plan["rows_per_block"] > 1 and plan["threads_per_row"] == 32:
+                    plan["kernel"] = "a row in each warp"  # whether by rows or by short_rows
             order = (plan.get(field) for field in SUMMATION)
             orders.add(tuple(SAME_ORDER.get(value, value) for value in order))
         assert len(orders) == 1, f"{cols} columns: {orders}"
@@ -399,10 +401,12 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
                 continue
             assert plan["kernel"] == "few_rows"
             assert plan["workspace_bytes"] == 0
-            assert plan["weight_grads"] == ("none" if "dw_db" in asked else "tiles")
-            width = plan["tile_lanes"] * chunk_columns(dtype)
-            tiles = 0 if "dw_db" in asked else -(-cols // width)
-            assert plan["column_blocks"] == tiles * plan["slices"]
+            source = "none" if "dw_db" in asked else "row" if rows == 1 else "tiles"
+            assert plan["weight_grads"] == source
+            if source != "row":
+                width = plan["tile_lanes"] * chunk_columns(dtype)
+                tiles = 0 if source == "none" else -(-cols // width)
+                assert plan["column_blocks"] == tiles * plan["slices"]
             assert plan["blocks"] > plan["column_blocks"] or "dx" in asked
     assert _C.plan("backward", 100_000, 1024, dtype)["kernel"] == "ring"
     assert _C.plan("backward", 100_000, 1024, dtype, dw_db=False)["kernel"] == "few_rows"
@@ -579,7 +583,9 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
         )  # fmt: skip
         where = f"{rows} x {cols}: {plan}"
         if plan["kernel"] in FEW:
-            assert (plan["weight_grads"], weight_grads) == ("tiles", None), where
+            by_row = plan["kernel"] == "few_rows" and rows == 1
+            source = "row" if by_row else "tiles"
+            assert (plan["weight_grads"], weight_grads) == (source, None), where
             continue
         assert plan["weight_grads"] in ("fused", "columns"), where
         assert plan["partials"] >= 1, where
@@ -612,7 +618,7 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
         if without["kernel"] != "split":
             assert without["workspace_bytes"] == (2 * 8 * 4 * without["blocks"] if in_grid else 0)
         alone = _C.plan("backward", rows, cols, dtype, dx=False)
-        tiles = (False, "tiles", alone["column_blocks"])
+        tiles = (False, "row" if rows == 1 else "tiles", alone["column_blocks"])
         columns = (False, "columns", 0)
         expected = tiles if alone["kernel"] == "few_rows" else columns
         assert (alone["dx"], alone["weight_grads"], alone["blocks"]) == expected

@@ -456,11 +456,10 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
                                : launch_dx<false>(p, plan, stream);
       });
     }
-    if (error != cudaSuccess || plan.weight_grads == WeightGrads::kNone ||
-        plan.weight_grads == WeightGrads::kTiles) {
-      return error;
-    }
-    if (plan.weight_grads == WeightGrads::kColumns) {
+    const bool fused = plan.weight_grads == WeightGrads::kFused;
+    const bool by_columns = plan.weight_grads == WeightGrads::kColumns;
+    if (error != cudaSuccess || (!fused && !by_columns)) return error;
+    if (by_columns) {
       error = launch_column_sums<X, DY>(args, plan, dw_partials, db_partials, stream);
       if (error != cudaSuccess) return error;
     }

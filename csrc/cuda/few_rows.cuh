@@ -2,6 +2,8 @@
 // columns and sum dw and db over all rows. Both read x and dy, which stay in the L2 cache. What two
 // launches more and sums of partial sums cost is more than the second read.
 //
+// Those of a single row need no sums.
+//
 // Rows are held and summed as in backward_ring.cuh, so that dx has the same bits. The rows of a
 // tile are shared out over the blocks of a cluster, whose sums the first of them adds up.
 #pragma once
@@ -123,6 +125,23 @@ struct ColumnTile {
   }
 };
 
+// dw and db of a single row, a chunk in each thread, by `blocks` blocks.
+template <bool kVectorized, class X>
+__device__ __forceinline__ void store_row_gradients(const FewRowsParameters<X>& p, int64_t blocks) {
+  constexpr int kColumns = kChunkColumns<X>;
+  const float mean = p.mean[0], rstd = p.rstd[0];
+  for (int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kColumns;
+       column < p.cols; column += blocks * blockDim.x * kColumns) {
+    const int left = static_cast<int>(min(int64_t{kColumns}, p.cols - column));
+    const auto x = load_pack<kVectorized, X, kColumns>(p.x + column, left);
+    const auto dy = load_pack<kVectorized, X, kColumns>(p.dy + column, left);
+    const auto db = [&](int i) { return dy.template get<float>(i); };
+    const auto dw = [&](int i) { return db(i) * rstd * (x.template get<float>(i) - mean); };
+    store_columns<X, kVectorized>(p.dw, p.dw_dtype, column, left, dw);
+    store_columns<X, kVectorized>(p.db, p.db_dtype, column, left, db);
+  }
+}
+
 // The sums over a row of which each block has but one for a group of its warps.
 template <RingSpan kSpan>
 struct RowSumsExchange {
@@ -186,7 +205,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x < p.column_blocks) {
-    if (p.tile_lanes == kMinTileLanes) {
+    if (p.rows == 1) {
+      store_row_gradients<kVectorized>(p, p.column_blocks);
+    } else if (p.tile_lanes == kMinTileLanes) {
       ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.narrow_tile);
     } else {
       ColumnTile<X, kMaxTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.wide_tile);

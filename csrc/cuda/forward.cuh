@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "forward_start.cuh"
 #include "row_tile.cuh"
@@ -102,8 +103,9 @@ constexpr bool kBySpan =
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
 template <class X, class W, int kLanes, int kChunks, bool kVectorized>
 constexpr int kShortRowBlocks =
-    kBySpan<kLanes, kChunks, kVectorized> ||
-            (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
+    !std::is_same_v<X, double> &&
+            (kBySpan<kLanes, kChunks, kVectorized> ||
+             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks)))
         ? 12
         : 8;
 
@@ -160,79 +162,44 @@ __global__ void __launch_bounds__(kShortRowThreads,
   constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
-  // Means of chunks are taken relative to the row's first element, and so is their sum: a constant
-  // row has exactly its value as mean and exactly no variance.
-  A first[kRows], sums[kRows], mean[kRows];
+  ThreadMoments<A> threads[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    first[r] = reference_point(of_first_lane<kLanes>(x[r].template get<A>(0, 0)));
-    sums[r] = 0;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const int left = share.left(k);
-      A values[kColumns];
+      threads[r].add_chunk(k, x[r].chunks[k], left >= kColumns);
+      if (!kWhole && left > 0 && left < kColumns) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        values[i] = x[r].template get<A>(k, i);
-        if constexpr (!kWhole) values[i] = i < left ? values[i] : first[r];
+        for (int i = 0; i < kColumns; ++i) {
+          if (i < left) threads[r].add(x[r].template get<A>(k, i));
+        }
       }
-      const A difference = tree_mean(values) - first[r];
-      // A share of the mean at once: 64 differences of 1e37 have no sum in float32.
-      sums[r] = fma(left > 0 ? difference : A(0), p.chunk_share, sums[r]);
     }
   }
-  sum_lanes<kLanes>(sums);
-  A deltas[kRows][kChunks][kColumns];  // from the mean: of squares summed here, of y later
+  SetMoments<A> moments[kRows];
+  merge_threads<kLanes>(moments, threads, static_cast<A>(cols), p.inverse_cols);
+  A rstd[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    mean[r] = first[r] + sums[r];
-    sums[r] = 0;
+    // 316551 x 424 bfloat16 took 137.9 us on an H200 so, 142.2 us with 80 registers; but of two
+    // chunks in a lane 2097152 x 64 134.8 us for 133.9 us.
+    if constexpr (kVectorized && kChunks > 2) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const int left = share.left(k);
-      A squares = 0;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        A& delta = deltas[r][k][i];
-        delta = x[r].template get<A>(k, i) - mean[r];
-        if constexpr (!kWhole) delta = i < left ? delta : A(0);
-        squares = fma(delta, delta, squares);
-      }
-      sums[r] += left > 0 ? squares : A(0);
+      for (auto& chunk : x[r].chunks) forget_unpacked(chunk);
     }
-  }
-  sum_lanes<kLanes>(sums);
-  A lacks[kRows], distances[kRows], rstd[kRows], shifts[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    rstd[r] = rsqrt(fma(sums[r], p.inverse_cols, p.eps));
-    distances[r] = first[r] - mean[r];
-  }
-  find_lacking<kLanes>(lacks, distances, sums, p.inverse_cols, [&](int r) {
-    A total = 0;
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      A sum = 0;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) sum += deltas[r][k][i];
-      total += share.left(k) > 0 ? sum : A(0);
-    }
-    return total;
-  });
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
     const int64_t row = warp_row + r * kTeams + team;
-    shifts[r] = -(lacks[r] * rstd[r]);
+    rstd[r] = rsqrt(fma(moments[r].m2, p.inverse_cols, p.eps));
     if (lane == 0 && !idle && row < p.rows) {
-      p.mean[row] = mean[r] + lacks[r];
+      p.mean[row] = moments[r].mean;
       p.rstd[row] = rstd[r];
     }
   }
 
   if constexpr (!kEarly && !kLate) load_parameters();
   const auto y = [&](int r, int k) {
-    return scale<Y>([&](int i) { return deltas[r][k][i]; }, rstd[r], shifts[r],
-                    parameters.weight[k], parameters.bias[k]);
+    return normalize<Y>(x[r].chunks[k], moments[r].mean, rstd[r], parameters.weight[k],
+                        parameters.bias[k]);
   };
   if constexpr (kSpan) {
     const YSpan stage{storage[warp][team].granules};
@@ -280,12 +247,12 @@ constexpr int kWarpBlocks = kVectorized && sizeof(Y) > sizeof(X) ? (kChunks == 6
 // 56 an SM holds three blocks of 384 threads, and 12288 columns of bfloat16 took 133 us on an H200
 // instead of 143 us with 62.
 template <class X, class Y, class W, int kMaxThreads, int kMinBlocks, int kChunks, int kShared,
-          bool kCluster, bool kVectorized>
+          bool kCluster, bool kVectorized, RegisterUse kRegisterUse = RegisterUse::kMedium>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     forward_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr bool kOverhang = !kVectorized && !kCluster;
-  using Tile = RowTile<X, Y, kChunks, kShared, kVectorized, kOverhang>;
+  using Tile = RowTile<X, Y, kChunks, kShared, kVectorized, kOverhang, kRegisterUse>;
   using RowSpan = typename Tile::RowSpan;
   extern __shared__ uint4 shared_chunks[];
   __shared__ SetMoments<A> warp_moments[kMaxThreads / kWarpSize];
@@ -344,7 +311,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, Y, W, kChunks
   const int lane = threadIdx.x;
   Tile tile(shared_chunks + threadIdx.y * Tile::kGranules, {0, static_cast<int>(p.cols), lane});
   tile.load(p.x + row * p.x_row_stride, p.x_end);
-  const SetMoments<A> moments = tile.moments();
+  // As forward_short_rows does, which takes such rows too if they are few.
+  const SetMoments<A> moments = tile.moments(static_cast<A>(p.cols), p.inverse_cols);
   const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
   if (lane == 0) {
     p.mean[row] = moments.mean;
@@ -418,6 +386,43 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
+// Launches the kernel for rows of `threads` threads with kRegisterChunks chunks in registers each.
+template <bool kVectorized, class X, class Y, class W, class LaunchRows>
+cudaError_t launch_register_rows(int threads, const LaunchRows& launch_rows) {
+  constexpr int kChunks = kRegisterChunks;
+  // Blocks of `threads` threads that an SM holds if each thread has so many registers.
+  const auto blocks = [threads](int registers) { return (1 << 16) / (registers * threads); };
+  if constexpr (kIs16Bit<X> && kVectorized && sizeof(Y) <= sizeof(X)) {
+    if constexpr (sizeof(W) > sizeof(X)) {
+      return launch_rows(forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, RegisterUse::kLow>);
+    } else {
+      if (threads > 256 && threads <= 384) {
+        return launch_rows(
+            forward_rows<X, Y, W, 384, 3, kChunks, 0, false, true, RegisterUse::kLow>);
+      }
+      return launch_rows(
+          forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, RegisterUse::kHigh>);
+    }
+  } else if constexpr (!kVectorized && std::is_same_v<X, float>) {
+    // 40 registers: 6089 x 5501 71 us for 94 us with 64, 4089 x 8191 73 us for 77 us.
+    return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);
+  } else {
+    constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+    constexpr bool kNarrow = kVectorized ? kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X) : kFew;
+    // Rows that are not aligned have 64 registers, or 56, of which four are spilled, if so more of
+    // their blocks find a place, but not for one more of eight: 22365 x 6001 bfloat16 took 147.0 us
+    // on an H200 for 150.8 us, 14911 x 9001 155.5 us for 166.8 us, but 32776 x 4095 144.2 us for
+    // 143.1 us, 16386 x 8191 150.6 us for 146.2 us.
+    const bool narrow = kVectorized || !kFew || 8 * blocks(56) > 9 * blocks(64);
+    if (narrow && threads <= 384) {
+      return launch_rows(forward_rows < X, Y, W, 384, kNarrow ? 3 : 2, kChunks, 0, false,
+                         kVectorized >);
+    }
+    return launch_rows(forward_rows < X, Y, W, 512, kVectorized || kFew ? 2 : 1, kChunks, 0, false,
+                       kVectorized >);
+  }
+}
+
 template <bool kVectorized, class X, class Y, class W>
 cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPlan& plan,
                            cudaStream_t stream) {
@@ -440,8 +445,8 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
   // Whether there are rows of seven chunks in a lane: of these, uneven ones.
-  constexpr bool kSeven =
-      !kVectorized && kIs16Bit<X> && std::is_same_v<X, Y> && std::is_same_v<X, W>;
+  constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
+  constexpr bool kSeven = !kVectorized && kIs16Bit<X> && kOneType;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
@@ -465,7 +470,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         case 324:
           return launch_rows(forward_short_rows<X, Y, W, 32, 4, kVectorized>);
       }
-      if constexpr (std::is_same_v<X, Y> && std::is_same_v<X, W> && !std::is_same_v<X, double>) {
+      if constexpr (kOneType && !std::is_same_v<X, double>) {
         switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
           case 21:
             return launch_rows(forward_short_rows<X, Y, W, 2, 1, kVectorized>);
@@ -497,20 +502,22 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
       }
       return cudaErrorInvalidValue;
     case Kernel::kRows:
-      if (plan.threads_per_row == kWarpSize &&
-          (!kVectorized || plan.chunks_per_thread > kRegisterChunks)) {
+      if (plan.rows_per_block > 1) {  // in a warp each
         switch (plan.chunks_per_thread) {
           case 5:
             return launch_rows(forward_warp_rows<X, Y, W, 5, kVectorized>);
           case 6:
             return launch_rows(forward_warp_rows<X, Y, W, 6, kVectorized>);
         }
-        if constexpr (!kVectorized) {
-          if (plan.chunks_per_thread == kRegisterChunks) {
-            return launch_rows(forward_warp_rows<X, Y, W, kRegisterChunks, false>);
+        if constexpr (!kVectorized || (kIs16Bit<X> && kOneType)) {
+          if (plan.chunks_per_thread == 4) {
+            return launch_rows(forward_warp_rows<X, Y, W, 4, kVectorized>);
           }
-          if constexpr (kSeven) return launch_rows(forward_warp_rows<X, Y, W, 7, false>);
         }
+        if constexpr (kVectorized && kIs16Bit<X> && kOneType) {
+          if (plan.chunks_per_thread == 3) return launch_rows(forward_warp_rows<X, Y, W, 3, true>);
+        }
+        if constexpr (kSeven) return launch_rows(forward_warp_rows<X, Y, W, 7, false>);
         return cudaErrorInvalidValue;
       }
       if (plan.chunks_per_thread == 5) {
@@ -524,21 +531,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         }
       }
       if (plan.chunks_per_thread == kRegisterChunks) {
-        // Not aligned, rows of 352 or 384 threads have 56 registers, for three blocks of them find
-        // a place on an SM then (4096 x 12289 bfloat16 took 66.5 us on an H200, 75.5 us by two;
-        // 6090 x 11001 84 and 105 us), others 64. Of float32 all have 40: 6089 x 5501 71 us for 94
-        // us with 64, 4089 x 8191 73 us for 77 us.
-        if constexpr (!kVectorized && std::is_same_v<X, float>) {
-          return launch_rows(forward_rows<X, Y, W, 512, 3, 4, 0, false, false>);
-        } else {
-          constexpr int kNarrowBlocks = kVectorized ? kBlocks : kFew ? 3 : 2;
-          const bool most_of_narrow = plan.threads_per_row > 320 || kVectorized || !kFew;
-          if (most_of_narrow && plan.threads_per_row <= 384) {
-            return launch_rows(forward_rows<X, Y, W, 384, kNarrowBlocks, 4, 0, false, kVectorized>);
-          }
-          return launch_rows(
-              forward_rows<X, Y, W, 512, std::min(kBlocks, 2), 4, 0, false, kVectorized>);
-        }
+        return launch_register_rows<kVectorized, X, Y, W>(plan.threads_per_row, launch_rows);
       }
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, false, kVectorized>);
     case Kernel::kCluster:
@@ -576,7 +569,10 @@ cudaError_t forward_to(const ForwardArgs& args, const ForwardPlan& plan, void* w
     p.cols = args.cols;
     p.eps = static_cast<A>(args.eps);
     p.inverse_cols = static_cast<A>(1.0 / static_cast<double>(args.cols));
-    p.chunk_share = args.cols == 0 ? A(0) : kChunkColumns<X> * p.inverse_cols;
+    if (args.cols == 0) {  // the mean of no columns is zero, their variance not a number
+      p.inverse_cols = 0;
+      p.eps = std::numeric_limits<A>::quiet_NaN();
+    }
     p.x = static_cast<const X*>(args.x);
     p.x_row_stride = args.x_row_stride;
     p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;

@@ -36,55 +36,49 @@ class ElementTile {
     }
   }
 
-  // In two passes. Differences from the first column are averaged. What a mean lacks is told apart,
-  // so that differences from it need not be computed again; kAgain: if they are used again.
-  template <bool kAgain>
-  __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], float (&lacks)[kRows],
-                                          float inverse_cols) {
-    float first[kRows], sums[kRows];
+  // Of the columns that a warp's lanes, or kLanes of them, have of each row, `cols` together.
+  __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], int cols,
+                                          float inverse_cols) const {
+    constexpr int kFirst = 4;  // columns whose mean is the point of reference
+    static_assert(kWhole * kCount >= kFirst);
+    ThreadMoments<float> threads[kRows];
+    float count = kWhole * kCount;
+#pragma unroll
+    for (int s = kWhole; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) count += has(s, i) ? 1.f : 0.f;
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      first[r] = reference_point(__shfl_sync(kAllLanes, values_[r][0][0], 0, kLanes));
-      sums[r] = sum([&](int s, int i, float sum) {
-        const float difference = values_[r][s][i] - first[r];
-        return fma(has(s, i) ? difference : 0.f, inverse_cols, sum);
-      });
-    }
-    sum_lanes<kLanes>(sums);
-    const auto delta = [&](float mean, int r, int s, int i) {
-      const float value = values_[r][s][i] - mean;
-      return has(s, i) ? value : 0.f;
-    };
+      float first[kFirst];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sets[r].mean = first[r] + sums[r];
-      sums[r] = sum([&](int s, int i, float sum) {
-        const float present = delta(sets[r].mean, r, s, i);
-        return fma(present, present, sum);
-      });
-    }
-    sum_lanes<kLanes>(sums);
-    float distances[kRows];
+      for (int i = 0; i < kFirst; ++i) first[i] = values_[r][i / kCount][i % kCount];
+      const float reference = reference_point(tree_mean(first));
+      threads[r] = {reference, 0, 0, count};
+      float sums[2] = {}, squares[2] = {};  // two chains each
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sets[r].m2 = sums[r];
-      distances[r] = first[r] - sets[r].mean;
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int chain = (s * kCount + i) % 2;
+          const float difference = values_[r][s][i] - reference;
+          const float delta = has(s, i) ? difference : 0.f;
+          sums[chain] = fma(delta, ThreadMoments<float>::kShare, sums[chain]);
+          squares[chain] = fma(delta, delta, squares[chain]);
+        }
+      }
+      threads[r].sum = sums[0] + sums[1];
+      threads[r].squares = squares[0] + squares[1];
     }
-    find_lacking<kLanes>(lacks, distances, sums, inverse_cols, [&](int r) {
-      // What is not used again must not stay in registers up to here.
-      const float mean = kAgain ? sets[r].mean : forgotten(sets[r].mean);
-      return sum([&](int s, int i, float sum) { return sum + delta(mean, r, s, i); });
-    });
+    merge_threads<kLanes>(sets, threads, static_cast<float>(cols), inverse_cols);
   }
 
   // Puts y of row r from place(r) on. Weight and bias are read once for all rows; as pairs where
-  // both are there and aligned. `shifts`: added to xhat. `first_column`: of the row, where the
-  // warp's begin.
+  // both are there and aligned. `first_column`: of the row, where the warp's begin.
   template <class W, class Place>
   __device__ __forceinline__ void put(const SetMoments<float> (&sets)[kRows],
-                                      const float (&rstd)[kRows], const float (&shifts)[kRows],
-                                      const W* weight, const W* bias, int first_column,
-                                      const Place& place) const {
+                                      const float (&rstd)[kRows], const W* weight, const W* bias,
+                                      int first_column, const Place& place) const {
     const W* const lane_weight = weight + first_column + column_;
     const W* const lane_bias = bias + first_column + column_;
     const auto put_by = [&](const auto& parameter) {
@@ -96,7 +90,7 @@ class ElementTile {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const auto y = [&](int i) {
-            const float xhat = fma(values_[r][s][i] - sets[r].mean, rstd[r], shifts[r]);
+            const float xhat = (values_[r][s][i] - sets[r].mean) * rstd[r];
             return fma(xhat, weights[i], biases[i]);
           };
           X* const target = place(r) + column_ + s * kStep;
@@ -142,21 +136,6 @@ class ElementTile {
   __device__ __forceinline__ bool has(int s, int i) const {
     return has_whole(s) || s * kStep + i < left_;
   }
-
-  // Of this lane's columns, each added by add(s, i, sum).
-  template <class Add>
-  __device__ __forceinline__ float sum(const Add& add) {
-    float parts[2] = {};
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        float& part = parts[(s * kCount + i) % 2];
-        part = add(s, i, part);
-      }
-    }
-    return parts[0] + parts[1];
-  }
 };
 
 template <class X, class W, int kLanes, int kSteps, int kRows>
@@ -187,22 +166,20 @@ __global__ void __launch_bounds__(kElementRowThreads)
     tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
   }
   SetMoments<float> sets[kRows];
-  float lacks[kRows], rstd[kRows], shifts[kRows];
-  tile.template moments<true>(sets, lacks, p.inverse_cols);
+  float rstd[kRows];
+  tile.moments(sets, cols, p.inverse_cols);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
-    shifts[r] = -(lacks[r] * rstd[r]);
     if (threadIdx.x % kLanes == 0 && row_of(r) < p.rows) {
-      p.mean[row_of(r)] = sets[r].mean + lacks[r];
+      p.mean[row_of(r)] = sets[r].mean;
       p.rstd[row_of(r)] = rstd[r];
     }
   }
   X* const y = p.y + first_row * p.cols;
   X* const staged =
       stages[warp] + reinterpret_cast<uintptr_t>(y) % kChunkBytes / sizeof(X) + team * cols;
-  tile.put(sets, rstd, shifts, p.weight, p.bias, 0,
-           [&](int r) { return staged + r * kTeams * cols; });
+  tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * kTeams * cols; });
   __syncwarp();
   const int64_t rows = p.rows - first_row;
   write_staged<kCapacity>(y, stages[warp],
@@ -241,22 +218,20 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     tile.load(r, p.x + row * p.x_row_stride + begin);
   }
   SetMoments<float> sets[kRows];
-  float lacks[kRows];
-  tile.template moments<false>(sets, lacks, quotient(1.f, static_cast<float>(cols)));
+  tile.moments(sets, cols, quotient(1.f, static_cast<float>(cols)));
   if (lane == 0) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = {sets[r].mean + lacks[r], sets[r].m2};
+    for (int r = 0; r < kRows; ++r) warp_moments[r][warp] = sets[r];
   }
   __syncthreads();
   // Each half of the warp merges all sets.
   const int set = lane % kMaxWarps;
   const float count = set < warps ? static_cast<float>(begin_of(set + 1) - begin_of(set)) : 0.f;
-  float rstd[kRows], shifts[kRows];
+  float rstd[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    shifts[r] = -0.f;  // none
     sets[r] = merge_lanes<kMaxWarps>(set < warps ? warp_moments[r][set] : SetMoments<float>(),
-                                     count, p.inverse_cols);
+                                     count, static_cast<float>(p.cols), p.inverse_cols);
     rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
     if (threadIdx.x == 0 && first_row + r < p.rows) {
       p.mean[first_row + r] = sets[r].mean;
@@ -271,7 +246,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   for (int r = 0; r < kRows; ++r) {
     staged[r] = stage_of(r) + reinterpret_cast<uintptr_t>(y_of(r)) % kChunkBytes / sizeof(X);
   }
-  tile.put(sets, rstd, shifts, p.weight, p.bias, begin, [&](int r) { return staged[r]; });
+  tile.put(sets, rstd, p.weight, p.bias, begin, [&](int r) { return staged[r]; });
   __syncwarp();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -19,9 +19,8 @@ struct ForwardParameters {
   using A = Accumulator<X>;
   int64_t rows, cols;
   A eps;
-  A inverse_cols;  // infinite for no columns: their variance is not a number
-  A chunk_share;   // of a chunk in the mean; the mean of no columns is zero
-  int segments;    // of a row, of kSplit
+  A inverse_cols;
+  int segments;  // of a row, of kSplit
   const X* x;
   const X* x_end;  // of the last row
   int64_t x_row_stride;

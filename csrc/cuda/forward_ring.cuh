@@ -58,16 +58,6 @@ constexpr int kForwardGranules = kWarpSize * kForwardChunks + (kVectorized ? 0 :
 template <bool kVectorized>
 constexpr int kForwardRingBytes = kForwardStages * kForwardGranules<kVectorized> * kChunkBytes;
 
-// Keeps the compiler from unpacking a pair of 16-bit elements before the loop, into registers that
-// it does not have.
-template <class X, int kColumns>
-__device__ __forceinline__ void keep_packed(Pack<X, kColumns>& pack) {
-  if constexpr (kIs16Bit<X>) {
-#pragma unroll
-    for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
-  }
-}
-
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
 template <int kSize>
@@ -459,9 +449,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       }
       x_low += static_cast<unsigned>(p.x_step);
     }
-    float inverse = 1.f / RowSpan::kSize;
-    if (!kWhole) inverse = span.cols > 0 ? quotient(1.f, static_cast<float>(span.cols)) : 0.f;
-    return merge_warp(thread, inverse);
+    float total = RowSpan::kSize, inverse = 1.f / RowSpan::kSize;
+    if (!kWhole) {
+      total = static_cast<float>(run);
+      inverse = run > 0 ? quotient(1.f, total) : 0.f;
+    }
+    return merge_warp(thread, total, inverse);
   };
   const auto moments_of = [&](unsigned slot) {
     return whole ? sum_span(slot, std::true_type()) : sum_span(slot, std::false_type());

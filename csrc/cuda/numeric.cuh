@@ -176,6 +176,26 @@ __device__ __forceinline__ Pack<T, kCount> load_unaligned(const T* source, int l
   return pack;
 }
 
+// Keeps the compiler from unpacking 16-bit elements before here, into registers that it does not
+// have.
+template <class T, int kCount>
+__device__ __forceinline__ void keep_packed(Pack<T, kCount>& pack) {
+  if constexpr (kIs16Bit<T>) {
+#pragma unroll
+    for (uint32_t& word : pack.words) asm volatile("" : "+r"(word));
+  }
+}
+
+// The same elements, of which ptxas does not know that (nor that a grid has no third dimension):
+// they are unpacked anew, instead of taking twice the registers since they were unpacked before.
+template <class T, int kCount>
+__device__ __forceinline__ void forget_unpacked(Pack<T, kCount>& pack) {
+  if constexpr (kIs16Bit<T>) {
+#pragma unroll
+    for (uint32_t& word : pack.words) word ^= blockIdx.z;
+  }
+}
+
 // A pack from aligned memory if it `exists`, else of `absent` elements; without a branch.
 template <class T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> load_wide(const T* source, bool exists,

@@ -137,7 +137,8 @@ struct ForwardPlan {
 enum class WeightGrads : uint8_t {
   kNone,     // not asked for
   kFused,    // from the same read of x and dy as dx
-  kTiles,    // from blocks of their own in the launch of dx, a cluster per tile of columns
+  kRow,      // of a single row, from blocks of their own in the launch of dx
+  kTiles,    // the same of few rows, a cluster per tile of columns
   kColumns,  // from a kernel of their own, a block per tile of columns and slice of rows
 };
 

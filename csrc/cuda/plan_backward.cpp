@@ -160,9 +160,10 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
   return bytes <= kFewRowsBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
 }
 
-// Rows as in the ring, one per group of threads, and before them the tiles of columns.
+// Rows as in the ring, one per group of threads, and before them the tiles of columns, or, of a
+// single row in chunks (`by_chunks`), a chunk for each thread.
 void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
-                    const DeviceProperties& device, int most_tile_lanes) {
+                    const DeviceProperties& device, int most_tile_lanes, bool by_chunks) {
   plan.kernel = Kernel::kFewRows;
   plan.chunks_per_thread = backward_chunks(problem.x_dtype);
   plan.threads_per_row = shape.threads;
@@ -172,7 +173,12 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
-  if (problem.weight_grads) {
+  if (problem.weight_grads && by_chunks && problem.rows == 1) {
+    plan.weight_grads = WeightGrads::kRow;
+    const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
+    const int64_t blocks = ceil_div(chunks, plan.threads_per_row * plan.rows_per_block);
+    plan.column_blocks = ceil_div(blocks, plan.slices) * plan.slices;
+  } else if (problem.weight_grads) {
     plan.weight_grads = WeightGrads::kTiles;
     const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, most_tile_lanes);
     plan.tile_lanes = tiles.lanes;
@@ -279,13 +285,13 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
 
   const StreamShape stream = choose_stream(problem, chunks, device, request);
   if (stream.few && stream.elements) {
-    shape_few_rows(plan, stream.elements->ring, problem, device, kMinTileLanes);
+    shape_few_rows(plan, stream.elements->ring, problem, device, kMinTileLanes, false);
     plan.kernel = Kernel::kFewElements;
     plan.columns_per_thread = stream.elements->columns;
     return plan;
   }
   if (stream.few) {
-    shape_few_rows(plan, *stream.ring, problem, device, kMaxTileLanes);
+    shape_few_rows(plan, *stream.ring, problem, device, kMaxTileLanes, true);
     return plan;
   }
   const bool streams = stream.elements || stream.ring;

@@ -28,6 +28,35 @@ __device__ __forceinline__ void store_element(void* target, DType dtype, int64_t
   }
 }
 
+// The same for the first `left` of the columns from `column` on, or all of them, if there is such a
+// tensor, of X or float32: value(i) is that of the i-th. kVectorized: all or none are there, and
+// aligned.
+template <class X, bool kVectorized, class Value>
+__device__ __forceinline__ void store_columns(void* target, DType dtype, int64_t column, int left,
+                                              const Value& value) {
+  constexpr int kColumns = kChunkColumns<X>;
+  if (target == nullptr || left <= 0) return;
+  if constexpr (kVectorized) {
+    const auto store = [&](auto element) {
+      using T = decltype(element);
+      Pack<T, kColumns> pack;
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 2) pack.set_pair(i, value(i), value(i + 1));
+      store_pack(static_cast<T*>(target) + column, pack);
+    };
+    if (dtype == DType::kFloat32) {
+      store(float());
+    } else {
+      store(X());
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (i < left) store_element(target, dtype, column + i, value(i));
+    }
+  }
+}
+
 // The sum of `count` numbers, `stride` apart, in eight chains: one alone has twice PyTorch's error
 // where 75 numbers are equal.
 template <class A>
