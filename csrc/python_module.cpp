@@ -110,6 +110,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
         {rows, cols, x_dtype, aligned, one_dtype, y_as_x}, device, request);
     py::dict result = describe_block(plan);
     result["rows_per_thread"] = plan.rows_per_thread;
+    result["gathers"] = plan.gathers;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
   }

@@ -272,6 +272,28 @@ def test_rows_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("chunks", [3, 5, 7, 9, 13, 15, 17, 19])
+def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> None:
+    """In any number of rows, the last warp's of any number, and with the bits of rows that it does
+    not write so.
+    """
+    cols = chunks * 16 // dtype.itemsize
+    plan = plan_here("forward", 5, cols, dtype)
+    assert plan["kernel"] == "short_rows"
+    assert plan["gathers"] == (chunks >= 13 or dtype != torch.float32)
+    x, _, weight, bias = _arguments(1003, cols, dtype)
+    x[5] = 100
+    x[6, 0] = 1000
+    whole = check_forward(x, [cols], weight, bias)
+    apart = check_forward(_narrowed(x), [cols], weight, bias)
+    assert all(one.equal(other) for one, other in zip(whole, apart))
+    for rows in (1, 2, *range(7, 65, 3), 1000, 1002):
+        some = ops.layer_norm_forward(x[:rows], [cols], weight, bias, 1e-5, None)
+        assert all(one.equal(other[:rows]) for one, other in zip(some, whole))
+    check_forward(x, [cols], None, bias)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("cols", [131_073, 131_080, 262_145, 524_296, 1_000_001])
 def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
     """Held by a grid that runs as a whole, in more rows than it holds at once."""

@@ -42,6 +42,7 @@ COLS = sorted(
     | {3, 5, 100, 760, 768, 1128, 1500, 3000, 12_288, 12_289, 13_001, 24_576, 24_577, 27_001}
     | {50_257, 300_000, 5_000_000}
     | {16, 144, 200, 264, 320, 400, 520, 640}  # short rows with other than two or four chunks
+    | {24, 40, 72, 120, 152}  # that a warp writes together
 )
 ROWS = (1, 2, 3, 7, 127, 128, 129, 255, 256, 257, 4096, 65_535, 65_536, 65_537, 8_388_673)
 GPUS = [(132, 90), (108, 80), (40, 75), (148, 100), (188, 120), (1, 90)]
@@ -153,6 +154,31 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
         if plan["kernel"] == "split":
             held = plan["threads_per_row"] * plan["chunks_per_thread"] * chunk_columns(dtype)
             assert (plan["segments"] - 1) * held < cols
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_what_a_warp_writes_together(dtype: str) -> None:
+    """Aligned rows of one dtype that begin in the middle of a sector every other time; the same
+    lanes hold others of that width.
+    """
+    gathered = []
+    for chunks in range(1, 200):
+        cols = chunks * chunk_columns(dtype)
+        plan = _C.plan("forward", 1000, cols, dtype)
+        if not plan["gathers"]:
+            continue
+        gathered.append(chunks)
+        assert (plan["kernel"], plan["vectorized"]) == ("short_rows", True)
+        assert plan["threads_per_row"] * (plan["chunks_per_thread"] - 1) < chunks
+        unaligned = _C.plan("forward", 1000, cols, dtype, aligned=False)
+        assert not unaligned["gathers"]
+        for field in ("kernel", "threads_per_row", "chunks_per_thread", "rows_per_block"):
+            assert unaligned[field] == plan[field]
+        for mixture in ({"one_dtype": False}, {"y_as_x": False}):
+            assert not _C.plan("forward", 1000, cols, dtype, **mixture)["gathers"]
+    wide = [13, 15, 17, 19]
+    expected = {"float32": wide, "float64": []}
+    assert gathered == expected.get(dtype, [3, 5, 7, 9, *wide])
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")

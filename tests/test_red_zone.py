@@ -169,7 +169,8 @@ def test_only_results_are_written_and_all_of_them(
     request_: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    for rows, cols in ((3, 1), (5, 7), (131, 33), (37, 257), (1031, 64), (19, 1027), (3, 8200)):
+    shapes = ((3, 1), (5, 7), (131, 33), (37, 257), (1031, 64), (19, 1027), (3, 8200))
+    for rows, cols in (*shapes, (131, 136), (101, 20)):
         arguments = [
             random((rows, cols), dtype, "cpu", shift=0.3),
             random((rows, cols), dtype, "cpu", seed=3),

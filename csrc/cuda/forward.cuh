@@ -1,9 +1,9 @@
 // The forward kernels: y, mean and rstd of rows of X. Each reads a row once: it stays packed with
 // the threads that hold it.
 //
-// forward_short_rows: a row in the lanes of a warp or fewer; two sums over the lanes.
-// forward_rows: a row in the warps of a block or of a cluster of blocks; lanes, warps and blocks
-// take the moments of what they hold and merge them. forward_warp_rows: the same in one warp.
+// Lanes, warps and blocks take the moments of what they hold and merge them. forward_short_rows: a
+// row in the lanes of a warp or fewer. forward_rows: in the warps of a block or of a cluster of
+// blocks. forward_warp_rows: in one warp.
 // Rows too long for that are cut into segments: forward_segment_moments reads them and leaves their
 // moments in the workspace, forward_segment_apply merges those and reads the row again.
 #pragma once
@@ -100,20 +100,27 @@ template <int kLanes, int kChunks, bool kVectorized>
 constexpr bool kBySpan =
     kLanes >= 8 && kIsPowerOfTwo<kLanes> && 2 * kChunks > kRegisterChunks && !kVectorized;
 
-// Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill.
-template <class X, class W, int kLanes, int kChunks, bool kVectorized>
+// Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill; 64 where
+// that is faster, of lanes that may be idle or of rows that are gathered: 645277 x 208 bfloat16
+// took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and 134.0 us; but of four
+// lanes with an even number of chunks 1048576 x 128 133.6 and 134.3 us.
+template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized, bool kGathers>
 constexpr int kShortRowBlocks =
-    !std::is_same_v<X, double> &&
-            (kBySpan<kLanes, kChunks, kVectorized> ||
-             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks)))
+    std::is_same_v<X, double> ? 8
+    : kVectorized && std::is_same_v<X, Y> && std::is_same_v<X, W> && kChunks == kRegisterChunks &&
+            (kGathers || kLanes == 8)
+        ? 16
+    : kBySpan<kLanes, kChunks, kVectorized> ||
+            (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
         ? 12
         : 8;
 
 // kLanes is a constant because the loops over it must unroll: with blockDim.x instead 174764 x 768
-// bfloat16 took 148 us on an H200, so 135 us.
-template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized>
-__global__ void __launch_bounds__(kShortRowThreads,
-                                  (kShortRowBlocks<X, W, kLanes, kChunks, kVectorized>))
+// bfloat16 took 148 us on an H200, so 135 us. kGathers: see ShortRowWriter.
+template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized,
+          bool kGathers = false>
+__global__ void __launch_bounds__(
+    kShortRowThreads, (kShortRowBlocks<X, Y, W, kLanes, kChunks, kVectorized, kGathers>))
     forward_short_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -132,7 +139,7 @@ __global__ void __launch_bounds__(kShortRowThreads,
   const int cols = static_cast<int>(p.cols);
   const Share<X, kWhole> share{idle ? cols : lane, kLanes, cols};
 
-  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized, kLanes % 2 == 0>;
+  using Writer = ShortRowWriter<Y, kChunks, kColumns, kVectorized, kLanes % 2 == 0, kGathers>;
   using XSpan = SpanStage<kChunks, kLanes>;
   using YSpan = SpanStage<kChunks * (sizeof(Y) > sizeof(X) ? sizeof(Y) / sizeof(X) : 1), kLanes>;
   __shared__ std::conditional_t<kSpan, typename YSpan::Buffer[kTeams], typename Writer::Storage>
@@ -386,40 +393,125 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
+// Launches the kernel for rows of a warp or fewer lanes: `shape` is the lanes of a row times ten,
+// and the chunks of a lane.
+template <bool kVectorized, class X, class Y, class W, class LaunchRows>
+cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
+  const int shape = plan.threads_per_row * 10 + plan.chunks_per_thread;
+  constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
+  if constexpr (kOneType && !std::is_same_v<X, double>) {
+    if constexpr (kIs16Bit<X>) {  // gathered where they are aligned
+      switch (shape) {
+        case 13:
+          return launch_rows(forward_short_rows<X, Y, W, 1, 3, kVectorized, kVectorized>);
+        case 15:
+          return launch_rows(forward_short_rows<X, Y, W, 1, 5, kVectorized, kVectorized>);
+        case 24:
+          return launch_rows(forward_short_rows<X, Y, W, 2, 4, kVectorized, kVectorized>);
+        case 25:
+          return launch_rows(forward_short_rows<X, Y, W, 2, 5, kVectorized, kVectorized>);
+      }
+    }
+    if constexpr (kVectorized) {
+      if (plan.gathers && shape == 44) {
+        return launch_rows(forward_short_rows<X, Y, W, 4, 4, true, true>);
+      }
+      if (plan.gathers && shape == 45) {
+        return launch_rows(forward_short_rows<X, Y, W, 4, 5, true, true>);
+      }
+    }
+    switch (shape) {
+      case 21:
+        return launch_rows(forward_short_rows<X, Y, W, 2, 1, kVectorized>);
+      case 43:
+        return launch_rows(forward_short_rows<X, Y, W, 4, 3, kVectorized>);
+      case 45:
+        return launch_rows(forward_short_rows<X, Y, W, 4, 5, kVectorized>);
+      case 83:
+        return launch_rows(forward_short_rows<X, Y, W, 8, 3, kVectorized>);
+      case 85:
+        return launch_rows(forward_short_rows<X, Y, W, 8, 5, kVectorized>);
+      case 105:
+        return launch_rows(forward_short_rows<X, Y, W, 10, 5, kVectorized>);
+      case 163:
+        return launch_rows(forward_short_rows<X, Y, W, 16, 3, kVectorized>);
+      case 165:
+        return launch_rows(forward_short_rows<X, Y, W, 16, 5, kVectorized>);
+    }
+  }
+  switch (shape) {
+    case 11:
+      return launch_rows(forward_short_rows<X, Y, W, 1, 1, kVectorized>);
+    case 12:
+      return launch_rows(forward_short_rows<X, Y, W, 1, 2, kVectorized>);
+    case 22:
+      return launch_rows(forward_short_rows<X, Y, W, 2, 2, kVectorized>);
+    case 42:
+      return launch_rows(forward_short_rows<X, Y, W, 4, 2, kVectorized>);
+    case 44:
+      return launch_rows(forward_short_rows<X, Y, W, 4, 4, kVectorized>);
+    case 84:
+      return launch_rows(forward_short_rows<X, Y, W, 8, 4, kVectorized>);
+    case 164:
+      return launch_rows(forward_short_rows<X, Y, W, 16, 4, kVectorized>);
+    case 323:
+      return launch_rows(forward_short_rows<X, Y, W, 32, 3, kVectorized>);
+    case 324:
+      return launch_rows(forward_short_rows<X, Y, W, 32, 4, kVectorized>);
+  }
+  if constexpr (!kVectorized) {
+    switch (shape) {
+      case 82:
+        return launch_rows(forward_short_rows<X, Y, W, 8, 2, false>);
+      case 162:
+        return launch_rows(forward_short_rows<X, Y, W, 16, 2, false>);
+      case 322:
+        return launch_rows(forward_short_rows<X, Y, W, 32, 2, false>);
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
 // Launches the kernel for rows of `threads` threads with kRegisterChunks chunks in registers each.
+//
+// With 40 registers, three blocks of 512 threads find a place on an SM. Of 268 MB on an H200, with
+// two of them and so: aligned bfloat16 12544 columns 147.0 and 132.7 us, 14336 140.5 and 134.1 us,
+// 16384 136.0 and 134.4 us; with float32 parameters 12288 144.4 and 138.3 us, 16384 153.2 and 143.3
+// us, but 8192 135.0 and 136.4 us. Not aligned, with 56 or 64 registers and so: bfloat16 2047
+// columns 152.1 and 148.5 us, 4095 151.0 and 145.4 us, 8191 151.7 and 146.5 us, 12289 156.6 and
+// 150.0 us, 14001 166.6 and 154.1 us, 16385 163.5 and 153.9 us. Of float16, which spills eleven of
+// them so, 4095 148.4 us with 56 registers and 165.1 us with 40.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_register_rows(int threads, const LaunchRows& launch_rows) {
   constexpr int kChunks = kRegisterChunks;
-  // Blocks of `threads` threads that an SM holds if each thread has so many registers.
-  const auto blocks = [threads](int registers) { return (1 << 16) / (registers * threads); };
-  if constexpr (kIs16Bit<X> && kVectorized && sizeof(Y) <= sizeof(X)) {
-    if constexpr (sizeof(W) > sizeof(X)) {
-      return launch_rows(forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, RegisterUse::kLow>);
-    } else {
-      if (threads > 256 && threads <= 384) {
+  constexpr bool kWideY = sizeof(Y) > sizeof(X);
+  constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+  if constexpr (kVectorized && kIs16Bit<X> && !kWideY) {
+    if (threads > (kFew ? 384 : 256)) {
+      return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, true, RegisterUse::kLow>);
+    }
+    if constexpr (kFew) {
+      if (threads > 256) {
         return launch_rows(
             forward_rows<X, Y, W, 384, 3, kChunks, 0, false, true, RegisterUse::kLow>);
       }
-      return launch_rows(
-          forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, RegisterUse::kHigh>);
     }
-  } else if constexpr (!kVectorized && std::is_same_v<X, float>) {
-    // 40 registers: 6089 x 5501 71 us for 94 us with 64, 4089 x 8191 73 us for 77 us.
+    constexpr RegisterUse kUse = kFew ? RegisterUse::kHigh : RegisterUse::kLow;
+    return launch_rows(forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, kUse>);
+  } else if constexpr (!kVectorized && kFew) {
+    if constexpr (std::is_same_v<X, Half> || kWideY) {
+      if (threads <= 384) {
+        return launch_rows(forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false>);
+      }
+    }
     return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);
   } else {
-    constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
-    constexpr bool kNarrow = kVectorized ? kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X) : kFew;
-    // Rows that are not aligned have 64 registers, or 56, of which four are spilled, if so more of
-    // their blocks find a place, but not for one more of eight: 22365 x 6001 bfloat16 took 147.0 us
-    // on an H200 for 150.8 us, 14911 x 9001 155.5 us for 166.8 us, but 32776 x 4095 144.2 us for
-    // 143.1 us, 16386 x 8191 150.6 us for 146.2 us.
-    const bool narrow = kVectorized || !kFew || 8 * blocks(56) > 9 * blocks(64);
-    if (narrow && threads <= 384) {
-      return launch_rows(forward_rows < X, Y, W, 384, kNarrow ? 3 : 2, kChunks, 0, false,
-                         kVectorized >);
-    }
-    return launch_rows(forward_rows < X, Y, W, 512, kVectorized || kFew ? 2 : 1, kChunks, 0, false,
-                       kVectorized >);
+    constexpr int kNarrowBlocks = kVectorized && kFew && !kWideY ? 3 : 2;
+    const auto narrow = forward_rows<X, Y, W, 384, kNarrowBlocks, kChunks, 0, false, kVectorized>;
+    if (threads <= 384) return launch_rows(narrow);
+    const auto wide = forward_rows < X, Y, W, 512, kVectorized ? 2 : 1, kChunks, 0, false,
+               kVectorized > ;
+    return launch_rows(wide);
   }
 }
 
@@ -450,57 +542,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
-      switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
-        case 11:
-          return launch_rows(forward_short_rows<X, Y, W, 1, 1, kVectorized>);
-        case 12:
-          return launch_rows(forward_short_rows<X, Y, W, 1, 2, kVectorized>);
-        case 22:
-          return launch_rows(forward_short_rows<X, Y, W, 2, 2, kVectorized>);
-        case 42:
-          return launch_rows(forward_short_rows<X, Y, W, 4, 2, kVectorized>);
-        case 44:
-          return launch_rows(forward_short_rows<X, Y, W, 4, 4, kVectorized>);
-        case 84:
-          return launch_rows(forward_short_rows<X, Y, W, 8, 4, kVectorized>);
-        case 164:
-          return launch_rows(forward_short_rows<X, Y, W, 16, 4, kVectorized>);
-        case 323:
-          return launch_rows(forward_short_rows<X, Y, W, 32, 3, kVectorized>);
-        case 324:
-          return launch_rows(forward_short_rows<X, Y, W, 32, 4, kVectorized>);
-      }
-      if constexpr (kOneType && !std::is_same_v<X, double>) {
-        switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
-          case 21:
-            return launch_rows(forward_short_rows<X, Y, W, 2, 1, kVectorized>);
-          case 45:
-            return launch_rows(forward_short_rows<X, Y, W, 4, 5, kVectorized>);
-          case 85:
-            return launch_rows(forward_short_rows<X, Y, W, 8, 5, kVectorized>);
-          case 105:
-            return launch_rows(forward_short_rows<X, Y, W, 10, 5, kVectorized>);
-          case 165:
-            return launch_rows(forward_short_rows<X, Y, W, 16, 5, kVectorized>);
-          case 43:
-            return launch_rows(forward_short_rows<X, Y, W, 4, 3, kVectorized>);
-          case 83:
-            return launch_rows(forward_short_rows<X, Y, W, 8, 3, kVectorized>);
-          case 163:
-            return launch_rows(forward_short_rows<X, Y, W, 16, 3, kVectorized>);
-        }
-      }
-      if constexpr (!kVectorized) {
-        switch (plan.threads_per_row * 10 + plan.chunks_per_thread) {
-          case 82:
-            return launch_rows(forward_short_rows<X, Y, W, 8, 2, false>);
-          case 162:
-            return launch_rows(forward_short_rows<X, Y, W, 16, 2, false>);
-          case 322:
-            return launch_rows(forward_short_rows<X, Y, W, 32, 2, false>);
-        }
-      }
-      return cudaErrorInvalidValue;
+      return launch_short_rows<kVectorized, X, Y, W>(plan, launch_rows);
     case Kernel::kRows:
       if (plan.rows_per_block > 1) {  // in a warp each
         switch (plan.chunks_per_thread) {

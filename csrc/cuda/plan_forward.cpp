@@ -179,9 +179,8 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 }
 
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
-// holds two blocks or three (of uneven rows of a 16-bit type 384 or just 512, and with parameters
-// of another dtype 384); or in a warp of one, where that is enough. The columns behind the last
-// whole chunk take no thread of their own.
+// holds two blocks or three (of uneven rows with parameters of another dtype 384); or in a warp of
+// one, where that is enough. The columns behind the last whole chunk take no thread of their own.
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = problem.cols % columns != 0;
@@ -190,9 +189,8 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   const int in_lane = three ? 3 : register_chunks(chunks, problem);
   const int threads = forward_threads(chunks, in_lane);
   const bool few = threads <= kMaxUnevenWarps * kWarpSize;
-  const bool full = threads == kMaxThreadsPerRow && (!uneven || problem.one_dtype);
-  const bool has_room = !uneven || problem.x_dtype == DType::kFloat32;
-  const bool in_registers = few || full || (has_room && threads <= kMaxThreadsPerRow);
+  const bool has_room = !uneven || problem.one_dtype;
+  const bool in_registers = few || (has_room && threads <= kMaxThreadsPerRow);
   plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
   plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
@@ -255,13 +253,20 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
 //
 // Three chunks in each lane where they do: 465277 x 144 bfloat16 reached .85 of a copy on an H200
 // with four for each of eight lanes, .91 with three. Five where that takes half of the lanes, for
-// fewer of them are idle. Of a copy, 134 MB: bfloat16 136 columns .87 -> .89, 144 .92 -> .99, 160
-// .94 -> 1.00, 264 .85 -> .95, 320 .96 -> .99, 520 .84 -> .97, 640 .96 -> .99; float32 132 .88 ->
-// .93, 260 .86 -> .98, but 68 .90 -> .80 (and in two lanes 72 bfloat16 .89 -> .67). In ten lanes
-// 392 and 400 bfloat16 .94 -> .97 and .98, but in five 200 .94 -> .91. Two chunks are in a lane
-// each: 8388608 x 16 .84 -> .99.
+// fewer of them are idle. Of a copy, 134 MB: bfloat16 144 columns .92 -> .99, 160 .94 -> 1.00, 264
+// .85 -> .95, 320 .96 -> .99, 520 .84 -> .97, 640 .96 -> .99; float32 132 .88 -> .93, 260 .86 ->
+// .98. In ten lanes 392 and 400 bfloat16 .94 -> .97 and .98. Two chunks are in a lane each: 8388608
+// x 16 .84 -> .99.
+//
+// An odd number of chunks, up to 19, in as few lanes as hold them by fives, but such rows have to
+// be gathered (see ShortRowWriter). Of a copy, 268 MB of bfloat16, in more lanes or written by each
+// lane for itself, and so: 24 columns .81 and .87, 40 .76 and .95, 56 .92 and .96, 72 .87 and .94,
+// 104 .91 and .94, 120 .93 and .99, 136 .82 and .93, 152 .82 and .96; but 88 .92 and .87. (Float32
+// has less to do for a chunk; of its rows those of fewer than 13 were left as they are, .87 - .95.)
 void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
                       bool uneven) {
+  constexpr int64_t kMostInLane = 5, kMostGathered = 19, kNotGathered = 11;
+  const int64_t least_gathered = problem.x_dtype == DType::kFloat32 ? 13 : 3;
   const int64_t chunks_per_lane = chunks <= 8 || (uneven && chunks <= 64) ? 2 : 4;
   const int64_t lanes = next_power_of_two(ceil_div(chunks, chunks_per_lane));
   plan.threads_per_row = static_cast<int>(lanes);
@@ -271,14 +276,19 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
   // (Rows of a warp have a kernel for three whatever the dtypes.)
   if (three && (any_chunks || lanes == kWarpSize)) plan.chunks_per_thread = 3;
   if (any_chunks) {
-    const auto take = [&](int64_t lanes_of_row, int chunks_of_lane) {
+    const auto take = [&](int64_t lanes_of_row, int64_t chunks_of_lane) {
       plan.threads_per_row = static_cast<int>(lanes_of_row);
-      plan.chunks_per_thread = chunks_of_lane;
+      plan.chunks_per_thread = static_cast<int>(chunks_of_lane);
     };
-    const bool too_few = problem.x_dtype == DType::kFloat32 && chunks < 18;
     if (chunks == 2) take(2, 1);
-    if (lanes >= 8 && chunks <= lanes / 2 * 5 && !too_few) take(lanes / 2, 5);
-    if (chunks == 49 || chunks == 50) take(10, 5);
+    if (lanes >= 8 && chunks <= lanes / 2 * kMostInLane) take(lanes / 2, kMostInLane);
+    if (chunks == 49 || chunks == 50) take(10, kMostInLane);
+    if (chunks % 2 != 0 && chunks >= least_gathered && chunks <= kMostGathered &&
+        chunks != kNotGathered) {
+      const int64_t few = next_power_of_two(ceil_div(chunks, kMostInLane));
+      take(few, ceil_div(chunks, few));
+      plan.gathers = plan.vectorized;
+    }
   }
   plan.rows_per_thread = std::max(1, kRegisterChunks / plan.chunks_per_thread);
   plan.rows_per_block =

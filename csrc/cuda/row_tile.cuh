@@ -23,10 +23,10 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
   return y;
 }
 
-// What y of an aligned row is computed with. kLow: x is unpacked anew, for 48 registers instead of
-// 56: of 320 threads four blocks find a place on a multiprocessor then instead of three, 13421 x
-// 10000 bfloat16 took 133.3 us on an H200 for 136.9 us, and with float32 parameters, which have to
-// be waited for longer, 16384 x 8192 134.0 us for 142.2 us, 10922 x 12288 140.7 us for 161.9 us.
+// What y of an aligned row is computed with. kLow: x is unpacked anew, for 40 or 48 registers
+// instead of 56: of 320 threads four blocks find a place on a multiprocessor then instead of three,
+// 13421 x 10000 bfloat16 took 133.3 us on an H200 for 136.9 us, and with float32 parameters, which
+// have to be waited for longer, 16384 x 8192 134.0 us for 142.2 us.
 // kHigh: weight and bias of two chunks at once, for 64 registers. Where few rows are under way,
 // nothing hides that they have to be waited for: in a CUDA graph 8 x 4096 took 1.86 us for 2.3 us,
 // 512 x 8192 4.3 us for 4.6 us; and many rows are as fast. (All four at once spill: 162 us for 134

@@ -9,7 +9,7 @@ DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
 KernelName = Literal[
     "short_rows", "elements", "rows", "cluster", "few_rows", "few_elements", "ring", "split"
 ]
-WeightGradsName = Literal["none", "fused", "tiles", "columns"]
+WeightGradsName = Literal["none", "fused", "row", "tiles", "columns"]
 
 def layer_norm(
     input: Tensor,
