@@ -111,6 +111,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     py::dict result = describe_block(plan);
     result["rows_per_thread"] = plan.rows_per_thread;
     result["gathers"] = plan.gathers;
+    result["more_warps"] = plan.more_warps;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
   }

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(
   constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
-  ThreadMoments<A> threads[kRows];
+  ChunkMoments<A, kChunks, kColumns> threads[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(
       for (auto& chunk : x[r].chunks) forget_unpacked(chunk);
     }
     const int64_t row = warp_row + r * kTeams + team;
-    rstd[r] = rsqrt(fma(moments[r].m2, p.inverse_cols, p.eps));
+    rstd[r] = rstd_of(moments[r], p.inverse_cols, p.eps);
     if (lane == 0 && !idle && row < p.rows) {
       p.mean[row] = moments[r].mean;
       p.rstd[row] = rstd[r];
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     const int overhang = kOverhang && cols >= Tile::kColumns ? cols % Tile::kColumns : 0;
     moments = merge_sets(warp_moments, cols, RowSpan::kSize, p.inverse_cols, overhang);
   }
-  const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+  const A rstd = rstd_of(moments, p.inverse_cols, p.eps);
   if (threadIdx.x == 0 && rank == 0) {
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, Y, W, kChunks
   tile.load(p.x + row * p.x_row_stride, p.x_end);
   // As forward_short_rows does, which takes such rows too if they are few.
   const SetMoments<A> moments = tile.moments(static_cast<A>(p.cols), p.inverse_cols);
-  const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+  const A rstd = rstd_of(moments, p.inverse_cols, p.eps);
   if (lane == 0) {
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const SetMoments<A> moments =
       merge_many_sets<A, int64_t>(p.segment_moments + segment.row * p.segments, p.segments, p.cols,
                                   ForwardSegment<X>::kSize, p.inverse_cols);
-  const A rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+  const A rstd = rstd_of(moments, p.inverse_cols, p.eps);
   tile.wait();
   tile.write(p.y + segment.row * p.cols + segment.begin, moments.mean, rstd,
              p.weight == nullptr ? nullptr : p.weight + segment.begin,
@@ -472,7 +472,7 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
   return cudaErrorInvalidValue;
 }
 
-// Launches the kernel for rows of `threads` threads with kRegisterChunks chunks in registers each.
+// Launches the kernel for rows with kRegisterChunks chunks in each thread's registers.
 //
 // With 40 registers, three blocks of 512 threads find a place on an SM. Of 268 MB on an H200, with
 // two of them and so: aligned bfloat16 12544 columns 147.0 and 132.7 us, 14336 140.5 and 134.1 us,
@@ -482,7 +482,8 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
 // 150.0 us, 14001 166.6 and 154.1 us, 16385 163.5 and 153.9 us. Of float16, which spills eleven of
 // them so, 4095 148.4 us with 56 registers and 165.1 us with 40.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
-cudaError_t launch_register_rows(int threads, const LaunchRows& launch_rows) {
+cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
+  const int threads = plan.threads_per_row;
   constexpr int kChunks = kRegisterChunks;
   constexpr bool kWideY = sizeof(Y) > sizeof(X);
   constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
@@ -491,7 +492,9 @@ cudaError_t launch_register_rows(int threads, const LaunchRows& launch_rows) {
       return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, true, RegisterUse::kLow>);
     }
     if constexpr (kFew) {
-      if (threads > 256) {
+      // 131072 x 1600, with a fifth of 64 threads idle, reached .92 of a copy with 64 registers and
+      // .98 with 56; these 48 were not measured there.
+      if (threads > 256 || plan.more_warps) {
         return launch_rows(
             forward_rows<X, Y, W, 384, 3, kChunks, 0, false, true, RegisterUse::kLow>);
       }
@@ -573,7 +576,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         }
       }
       if (plan.chunks_per_thread == kRegisterChunks) {
-        return launch_register_rows<kVectorized, X, Y, W>(plan.threads_per_row, launch_rows);
+        return launch_register_rows<kVectorized, X, Y, W>(plan, launch_rows);
       }
       return launch_rows(forward_rows<X, Y, W, 512, kBlocks, 8, kShared, false, kVectorized>);
     case Kernel::kCluster:

@@ -41,7 +41,8 @@ class ElementTile {
                                           float inverse_cols) const {
     constexpr int kFirst = 4;  // columns whose mean is the point of reference
     static_assert(kWhole * kCount >= kFirst);
-    ThreadMoments<float> threads[kRows];
+    using Moments = ThreadMoments<float, kSteps * kCount>;
+    Moments threads[kRows];
     float count = kWhole * kCount;
 #pragma unroll
     for (int s = kWhole; s < kSteps; ++s) {
@@ -63,7 +64,7 @@ class ElementTile {
           const int chain = (s * kCount + i) % 2;
           const float difference = values_[r][s][i] - reference;
           const float delta = has(s, i) ? difference : 0.f;
-          sums[chain] = fma(delta, ThreadMoments<float>::kShare, sums[chain]);
+          sums[chain] = fma(delta, Moments::kShare, sums[chain]);
           squares[chain] = fma(delta, delta, squares[chain]);
         }
       }
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
   tile.moments(sets, cols, p.inverse_cols);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
+    rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
     if (threadIdx.x % kLanes == 0 && row_of(r) < p.rows) {
       p.mean[row_of(r)] = sets[r].mean;
       p.rstd[row_of(r)] = rstd[r];
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   for (int r = 0; r < kRows; ++r) {
     sets[r] = merge_lanes<kMaxWarps>(set < warps ? warp_moments[r][set] : SetMoments<float>(),
                                      count, static_cast<float>(p.cols), p.inverse_cols);
-    rstd[r] = rsqrt(fma(sets[r].m2, p.inverse_cols, p.eps));
+    rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
     if (threadIdx.x == 0 && first_row + r < p.rows) {
       p.mean[first_row + r] = sets[r].mean;
       p.rstd[first_row + r] = rstd[r];

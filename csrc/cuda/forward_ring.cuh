@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   // Moments of the warp's span; leaves the chunks of an unaligned one where they belong.
   const auto sum_span = [&](unsigned slot, auto is_whole) {
     constexpr bool kWhole = decltype(is_whole)::value;
-    ThreadMoments<float> thread;
+    ChunkMoments<float, kForwardChunks, kColumns> thread;
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
-    const float rstd = rsqrt(fma(moments.m2, p.inverse_cols, p.eps));
+    const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
     if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
       const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
       p.mean[row] = moments.mean;

@@ -1,6 +1,9 @@
 // Mean and sum of squared differences from it, of the chunks of a thread and of a row's threads.
 #pragma once
 
+#include <limits>
+
+#include "plan.h"
 #include "reduce.cuh"
 
 namespace fastnorm::cuda {
@@ -29,22 +32,38 @@ __device__ __forceinline__ A reference_point(A column) {
   return isfinite(column) ? column : A(0);
 }
 
+// The smallest power of two that is no less.
+constexpr int power_of_two_from(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
 // Of a thread's columns, by differences from the mean of its first chunk: that chunk takes two
 // passes, all others one. Such a sum of squares is at most as many times the one about the thread's
 // own mean as the thread has chunks, for what lies between the two means lies between the first
 // one's columns and the second one too: nothing cancels that would matter.
-template <class A>
+//
+// kMost: columns whose differences are summed, at the most. Of each the sum has but one kMost-th
+// (or a power of two less), for 64 differences of 1e37 have no sum in float32; and no less than
+// that, for what is lost of subnormal ones is so many times as much in the mean.
+//
+// kApart: the columns of a chunk are summed by themselves. Where the first chunk is an outlier, all
+// others are as far from its mean, and one chain of equal terms errs by several units: of 72
+// columns of bfloat16 behind eight of 1000 rstd is 1.4 times as far off as it may be, so it is not.
+template <class A, int kMost, bool kApart = true>
 struct ThreadMoments {
-  static constexpr A kShare = A(1.0 / 64);
+  static constexpr A kTimes = A(power_of_two_from(kMost));
+  static constexpr A kShare = 1 / kTimes;
   A reference = 0;
-  A sum = 0;  // of the differences, of each but kShare: 64 of 1e37 have no sum in float32
+  A sum = 0;  // of the differences, of each but kShare
   A squares = 0;
   A count = 0;
 
   // Adds the thread's chunk k, after those before it, if it exists.
   template <class X, int kColumns>
   __device__ __forceinline__ void add_chunk(int k, const Pack<X, kColumns>& chunk, bool exists) {
-    A new_sum = sum, new_squares = squares;
+    A new_sum = kApart ? A(0) : sum, new_squares = kApart ? A(0) : squares;
     if (k == 0) {
       A values[kColumns];
 #pragma unroll
@@ -59,6 +78,10 @@ struct ThreadMoments {
       const A delta = chunk.template get<A>(i) - reference;
       if (k > 0) new_sum = fma(delta, kShare, new_sum);
       new_squares = fma(delta, delta, new_squares);
+    }
+    if (kApart && k > 0) {
+      new_sum += sum;
+      new_squares += squares;
     }
     sum = exists ? new_sum : sum;
     squares = exists ? new_squares : squares;
@@ -75,12 +98,28 @@ struct ThreadMoments {
   }
 };
 
+// Of up to kChunks chunks, of which the first adds nothing to the sum. (Kernels of kForwardChunks
+// have no register to spare for sums apart: they would spill two.)
+template <class A, int kChunks, int kColumns>
+using ChunkMoments =
+    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns, (kChunks < kForwardChunks)>;
+
 // Of a set of columns whose number is known from elsewhere.
 template <class A>
 struct SetMoments {
+  static constexpr A kInfinity = std::numeric_limits<A>::infinity();
   A mean = 0;
   A m2 = 0;
 };
+
+// 1 / standard deviation of a row. Squares beyond float32 leave infinity less infinity (see
+// merge_differences), which is no number: the variance is infinite then. None has a row of which
+// the mean is not finite.
+template <class A>
+__device__ __forceinline__ A rstd_of(const SetMoments<A>& row, A inverse_total, A eps) {
+  const A m2 = isnan(row.m2) ? SetMoments<A>::kInfinity : row.m2;
+  return rsqrt(fma(m2, inverse_total, eps)) + (row.mean - row.mean);
+}
 
 // The moments of kRows rows that kWidth neighbouring lanes share (1: of which each has all), in all
 // of them, by differences from a point within each row. `from(r, point, mean, squares)` tells what
@@ -120,22 +159,21 @@ __device__ __forceinline__ void merge_differences(SetMoments<A> (&rows)[kRows],
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rows[r].mean = isfinite(values[2 * r]) ? at[r] + values[2 * r] : at[r];
-    rows[r].m2 += rows[r].mean - rows[r].mean;  // not a number where there is no mean
   }
 }
 
 // The moments of the columns of kWidth neighbouring lanes, which make up `total` in each row, in
 // all of them; the first lane's are not nothing.
-template <int kWidth, class A, int kRows>
+template <int kWidth, class A, class Moments, int kRows>
 __device__ __forceinline__ void merge_threads(SetMoments<A> (&rows)[kRows],
-                                              const ThreadMoments<A> (&threads)[kRows], A total,
+                                              const Moments (&threads)[kRows], A total,
                                               A inverse_total) {
-  constexpr A kTimes = 1 / ThreadMoments<A>::kShare;
+  constexpr A kTimes = Moments::kTimes;
   A points[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) points[r] = of_first_lane<kWidth>(threads[r].reference);
   merge_differences<kWidth>(rows, points, total, [&](int r, A point, A& mean, A& squares) {
-    const ThreadMoments<A>& thread = threads[r];
+    const Moments& thread = threads[r];
     const A delta = thread.reference - point;
     mean = fma(thread.count * inverse_total, delta, thread.sum * (kTimes * inverse_total));
     squares = fma(delta, fma(thread.count, delta, thread.sum * (2 * kTimes)), thread.squares);
@@ -143,11 +181,11 @@ __device__ __forceinline__ void merge_threads(SetMoments<A> (&rows)[kRows],
   });
 }
 
-template <class A>
-__device__ __forceinline__ SetMoments<A> merge_warp(const ThreadMoments<A>& thread, A total,
+template <class A, class Moments>
+__device__ __forceinline__ SetMoments<A> merge_warp(const Moments& thread, A total,
                                                     A inverse_total) {
   SetMoments<A> row[1];
-  const ThreadMoments<A> threads[] = {thread};
+  const Moments threads[] = {thread};
   merge_threads<kWarpSize>(row, threads, total, inverse_total);
   return row[0];
 }

@@ -127,6 +127,7 @@ struct ForwardPlan {
   int64_t segments = 1;     // of a row
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
   bool gathers = false;     // kShortRows: a warp writes its rows together
+  bool more_warps = false;  // kRows: lanes are idle, so that registers are better spent on warps
   int64_t blocks = 0;
   int shared_bytes = 0;  // of each block, for chunks and for rows that are not aligned
   int64_t workspace_bytes = 0;

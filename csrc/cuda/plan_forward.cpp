@@ -142,17 +142,24 @@ bool has_warp_rows(const ForwardProblem& problem, int64_t chunks) {
          chunks <= kWarpSize * kRegisterChunks;
 }
 
-// Whether these are faster: where lanes are left idle, so that a warp has less under way, and rows
-// are many (1 x 1024 bfloat16 took 1.94 us in a CUDA graph on an H200, 1.26 us where all is asked
-// for at once). Of 268 MB, by kShortRows and so: 656 columns 140.8 and 135.4 us, 712 135.2 and
-// 135.2, 744 134.4 and 135.4, 776 144.7 and 136.2, 840 137.4 and 135.1, 904 134.1 and 135.2.
+// Whether warps that have `room` for so many chunks want registers for more of them: where lanes
+// are left idle, so that a warp has less under way, and rows are many.
+bool wants_more_warps(const ForwardProblem& problem, int64_t chunks, int64_t room,
+                      const DeviceProperties& device) {
+  constexpr int64_t kRows = 16;  // for each multiprocessor
+  return 8 * chunks <= 7 * room && problem.rows >= kRows * device.sm_count;
+}
+
+// Whether kRows is faster for rows of a warp (1 x 1024 bfloat16 took 1.94 us in a CUDA graph on an
+// H200, 1.26 us where all is asked for at once). Of 268 MB, by kShortRows and so: 656 columns 140.8
+// and 135.4 us, 712 135.2 and 135.2, 744 134.4 and 135.4, 776 144.7 and 136.2, 840 137.4 and 135.1,
+// 904 134.1 and 135.2.
 bool warp_rows_are_better(const ForwardProblem& problem, int64_t chunks,
                           const DeviceProperties& device) {
-  constexpr int64_t kRows = 16;  // for each multiprocessor
   const int64_t room = ceil_div(chunks, kWarpSize) * kWarpSize;
   const bool takes_a_warp = 2 * chunks > 5 * kWarpSize;  // and not half of one, by kShortRows
-  return has_warp_rows(problem, chunks) && takes_a_warp && 8 * chunks <= 7 * room &&
-         problem.rows >= kRows * device.sm_count;
+  return has_warp_rows(problem, chunks) && takes_a_warp &&
+         wants_more_warps(problem, chunks, room, device);
 }
 
 // Whole warps for `chunks` chunks.
@@ -181,7 +188,8 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
 // holds two blocks or three (of uneven rows with parameters of another dtype 384); or in a warp of
 // one, where that is enough. The columns behind the last whole chunk take no thread of their own.
-void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
+void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns,
+                const DeviceProperties& device) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = problem.cols % columns != 0;
   const bool in_warp = plan.vectorized && has_warp_rows(problem, chunks);
@@ -198,6 +206,8 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   if (by_warp && plan.threads_per_row == kWarpSize) {
     plan.rows_per_block = kShortRowThreads / kWarpSize;
   }
+  const int64_t room = int64_t{plan.threads_per_row} * plan.chunks_per_thread;
+  plan.more_warps = wants_more_warps(problem, chunks, room, device);
 }
 
 // Whether the ring is better for rows that a block can hold too, if not in registers alone: for
@@ -214,7 +224,7 @@ bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties
   constexpr int64_t kRounds = 3;
   const int64_t columns = chunk_columns(problem.x_dtype);
   ForwardPlan rows;
-  shape_rows(rows, problem, columns);
+  shape_rows(rows, problem, columns, device);
   const bool uneven = problem.cols % columns != 0;
   const bool same_order =
       !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
@@ -349,7 +359,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_short_rows(plan, problem, chunks, uneven);
       break;
     case Kernel::kRows:
-      shape_rows(plan, problem, columns);
+      shape_rows(plan, problem, columns, device);
       break;
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);
