@@ -271,6 +271,19 @@ def test_rows_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
     check_forward(x, [cols], None, bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [1600, 3200, 5200])
+def test_rows_of_several_warps_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
+    """Many have a kernel of fewer registers, with the bits of few."""
+    rows = 16 * torch.cuda.get_device_properties("cuda").multi_processor_count + 1
+    assert plan_here("forward", rows, cols, dtype)["more_warps"]
+    assert not plan_here("forward", 7, cols, dtype)["more_warps"]
+    x, _, weight, bias = _arguments(rows, cols, dtype)
+    many = check_forward(x, [cols], weight, bias)
+    few = check_forward(x[:7], [cols], weight, bias)
+    assert all(ours[:7].equal(other) for ours, other in zip(many, few))
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("chunks", [3, 5, 7, 9, 13, 15, 17, 19])
 def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> None:

@@ -156,6 +156,16 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
             assert (plan["segments"] - 1) * held < cols
 
 
+def test_many_rows_that_leave_lanes_idle_want_more_warps() -> None:
+    for rows, cols, wanted in (
+        (100_000, 1600, True), (2112, 1600, True), (2111, 1600, False), (1, 1600, False),
+        (100_000, 1792, True), (100_000, 1800, False), (100_000, 2048, False),
+        (100_000, 3200, True), (100_000, 4096, False), (100_000, 5200, True),
+    ):  # fmt: skip
+        plan = _C.plan("forward", rows, cols, "bfloat16")
+        assert (plan["kernel"], plan["more_warps"]) == ("rows", wanted), (rows, cols)
+
+
 @pytest.mark.parametrize("dtype", SIZES)
 def test_what_a_warp_writes_together(dtype: str) -> None:
     """Aligned rows of one dtype that begin in the middle of a sector every other time; the same

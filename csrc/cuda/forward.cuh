@@ -100,6 +100,14 @@ template <int kLanes, int kChunks, bool kVectorized>
 constexpr bool kBySpan =
     kLanes >= 8 && kIsPowerOfTwo<kLanes> && 2 * kChunks > kRegisterChunks && !kVectorized;
 
+// Whether all tensors have one dtype, for which there are more kernels.
+template <class X, class Y, class W>
+constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
+
+// Whether a thread's parameters and arithmetic leave registers for more threads.
+template <class X, class W>
+constexpr bool kFewRegisters = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill; 64 where
 // that is faster, of lanes that may be idle or of rows that are gathered: 645277 x 208 bfloat16
 // took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and 134.0 us; but of four
@@ -107,8 +115,7 @@ constexpr bool kBySpan =
 template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized, bool kGathers>
 constexpr int kShortRowBlocks =
     std::is_same_v<X, double> ? 8
-    : kVectorized && std::is_same_v<X, Y> && std::is_same_v<X, W> && kChunks == kRegisterChunks &&
-            (kGathers || kLanes == 8)
+    : kVectorized && kOneType<X, Y, W> && kChunks == kRegisterChunks && (kGathers || kLanes == 8)
         ? 16
     : kBySpan<kLanes, kChunks, kVectorized> ||
             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
@@ -398,8 +405,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int shape = plan.threads_per_row * 10 + plan.chunks_per_thread;
-  constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
-  if constexpr (kOneType && !std::is_same_v<X, double>) {
+  if constexpr (kOneType<X, Y, W> && !std::is_same_v<X, double>) {
     if constexpr (kIs16Bit<X>) {  // gathered where they are aligned
       switch (shape) {
         case 13:
@@ -486,7 +492,7 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
   const int threads = plan.threads_per_row;
   constexpr int kChunks = kRegisterChunks;
   constexpr bool kWideY = sizeof(Y) > sizeof(X);
-  constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+  constexpr bool kFew = kFewRegisters<X, W>;
   if constexpr (kVectorized && kIs16Bit<X> && !kWideY) {
     if (threads > (kFew ? 384 : 256)) {
       return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, true, RegisterUse::kLow>);
@@ -510,10 +516,10 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
     return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);
   } else {
     constexpr int kNarrowBlocks = kVectorized && kFew && !kWideY ? 3 : 2;
+    constexpr int kWideBlocks = kVectorized ? 2 : 1;
     const auto narrow = forward_rows<X, Y, W, 384, kNarrowBlocks, kChunks, 0, false, kVectorized>;
     if (threads <= 384) return launch_rows(narrow);
-    const auto wide = forward_rows < X, Y, W, 512, kVectorized ? 2 : 1, kChunks, 0, false,
-               kVectorized > ;
+    const auto wide = forward_rows<X, Y, W, 512, kWideBlocks, kChunks, 0, false, kVectorized>;
     return launch_rows(wide);
   }
 }
@@ -534,14 +540,15 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
     }
     return launch_in_turns(kernel, threads, p, plan, stream);
   };
-  // Blocks that an SM holds at the least, of 512 threads (384 where a thread has few chunks): fewer
-  // where more registers are needed.
+  // Blocks of 512 threads with kForwardChunks each that an SM holds at the least: fewer where more
+  // registers are needed.
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
-  constexpr bool kFew = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
+  constexpr bool kFew = kFewRegisters<X, W>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
-  // Whether there are rows of seven chunks in a lane: of these, uneven ones.
-  constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
-  constexpr bool kSeven = !kVectorized && kIs16Bit<X> && kOneType;
+  // Whether there are rows of three and four chunks in a lane of one warp, and of seven: of these,
+  // uneven ones.
+  constexpr bool kAny = kIs16Bit<X> && kOneType<X, Y, W>;
+  constexpr bool kSeven = !kVectorized && kAny;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
@@ -554,12 +561,12 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
           case 6:
             return launch_rows(forward_warp_rows<X, Y, W, 6, kVectorized>);
         }
-        if constexpr (!kVectorized || (kIs16Bit<X> && kOneType)) {
+        if constexpr (!kVectorized || kAny) {
           if (plan.chunks_per_thread == 4) {
             return launch_rows(forward_warp_rows<X, Y, W, 4, kVectorized>);
           }
         }
-        if constexpr (kVectorized && kIs16Bit<X> && kOneType) {
+        if constexpr (kVectorized && kAny) {
           if (plan.chunks_per_thread == 3) return launch_rows(forward_warp_rows<X, Y, W, 3, true>);
         }
         if constexpr (kSeven) return launch_rows(forward_warp_rows<X, Y, W, 7, false>);

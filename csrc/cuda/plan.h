@@ -83,6 +83,13 @@ constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forwar
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 
+// The smallest power of two that is no less.
+constexpr int64_t next_power_of_two(int64_t n) {
+  int64_t power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
 // Of a thread's chunks, those in shared memory. With two in registers an SM holds three blocks of
 // 512 threads that have kForwardChunks each.
 constexpr int forward_shared_chunks(int chunks, bool vectorized) {

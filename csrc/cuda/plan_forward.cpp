@@ -188,8 +188,7 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
 // holds two blocks or three (of uneven rows with parameters of another dtype 384); or in a warp of
 // one, where that is enough. The columns behind the last whole chunk take no thread of their own.
-void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns,
-                const DeviceProperties& device) {
+void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = problem.cols % columns != 0;
   const bool in_warp = plan.vectorized && has_warp_rows(problem, chunks);
@@ -206,8 +205,6 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   if (by_warp && plan.threads_per_row == kWarpSize) {
     plan.rows_per_block = kShortRowThreads / kWarpSize;
   }
-  const int64_t room = int64_t{plan.threads_per_row} * plan.chunks_per_thread;
-  plan.more_warps = wants_more_warps(problem, chunks, room, device);
 }
 
 // Whether the ring is better for rows that a block can hold too, if not in registers alone: for
@@ -224,7 +221,7 @@ bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties
   constexpr int64_t kRounds = 3;
   const int64_t columns = chunk_columns(problem.x_dtype);
   ForwardPlan rows;
-  shape_rows(rows, problem, columns, device);
+  shape_rows(rows, problem, columns);
   const bool uneven = problem.cols % columns != 0;
   const bool same_order =
       !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
@@ -359,7 +356,9 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_short_rows(plan, problem, chunks, uneven);
       break;
     case Kernel::kRows:
-      shape_rows(plan, problem, columns, device);
+      shape_rows(plan, problem, columns);
+      plan.more_warps = wants_more_warps(
+          problem, chunks, int64_t{plan.threads_per_row} * plan.chunks_per_thread, device);
       break;
     case Kernel::kCluster:
       shape_forward_cluster(plan, chunks, request);

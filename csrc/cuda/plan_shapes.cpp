@@ -5,12 +5,6 @@
 
 namespace fastnorm::cuda {
 
-int64_t next_power_of_two(int64_t n) {
-  int64_t p = 1;
-  while (p < n) p *= 2;
-  return p;
-}
-
 int64_t block_chunks(int chunks_per_thread) {
   return static_cast<int64_t>(kMaxThreadsPerRow) * chunks_per_thread;
 }

@@ -8,8 +8,6 @@ namespace fastnorm::cuda {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t next_power_of_two(int64_t n);
-
 inline int64_t chunk_columns(DType x_dtype) { return kChunkBytes / size_in_bytes(x_dtype); }
 
 // The most chunks of a row that one block holds.
