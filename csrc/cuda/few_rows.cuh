@@ -125,13 +125,13 @@ struct ColumnTile {
   }
 };
 
-// dw and db of a single row, a chunk in each thread of the column blocks.
+// dw and db of a single row, a chunk in each thread, by `blocks` blocks.
 template <bool kVectorized, class X>
-__device__ __forceinline__ void store_row_gradients(const FewRowsParameters<X>& p) {
+__device__ __forceinline__ void store_row_gradients(const FewRowsParameters<X>& p, int64_t blocks) {
   constexpr int kColumns = kChunkColumns<X>;
   const float mean = p.mean[0], rstd = p.rstd[0];
   for (int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kColumns;
-       column < p.cols; column += int64_t{p.column_blocks} * blockDim.x * kColumns) {
+       column < p.cols; column += blocks * blockDim.x * kColumns) {
     const int left = static_cast<int>(min(int64_t{kColumns}, p.cols - column));
     const auto x = load_pack<kVectorized, X, kColumns>(p.x + column, left);
     const auto dy = load_pack<kVectorized, X, kColumns>(p.dy + column, left);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
   let_next_kernel_start();
   if (blockIdx.x < p.column_blocks) {
     if (p.rows == 1) {
-      store_row_gradients<kVectorized>(p);
+      store_row_gradients<kVectorized>(p, p.column_blocks);
     } else if (p.tile_lanes == kMinTileLanes) {
       ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.narrow_tile);
     } else {
