@@ -32,22 +32,24 @@ __device__ __forceinline__ A reference_point(A column) {
   return isfinite(column) ? column : A(0);
 }
 
-// Of a thread's columns, by differences from the mean of its first chunk: that chunk takes two
-// passes, all others one. Such a sum of squares is at most as many times the one about the thread's
-// own mean as the thread has chunks, for what lies between the two means lies between the first
-// one's columns and the second one too: nothing cancels that would matter.
+// Of a thread's columns, by differences from the mean of its first kLeading chunks: these take two
+// passes, each about its own mean, all others one. Such a sum of squares is at most as many times
+// the one about the thread's own mean as the thread has chunks for each of those, for what lies
+// between the two means lies between the first ones' columns and the second one too: little cancels.
+//
+// The columns of a chunk are summed by themselves. Where the first chunk is an outlier, all others
+// are as far from its mean, and one chain of equal terms errs by several units: of 72 columns of
+// bfloat16 behind eight of 1000 rstd was 1.4 times as far off as it may be, of 27001 2.7 times.
 //
 // kMost: columns whose differences are summed, at the most. Of each the sum has but one kMost-th
 // (or a power of two less), for 64 differences of 1e37 have no sum in float32; and no less than
 // that, for what is lost of subnormal ones is so many times as much in the mean.
-//
-// kApart: the columns of a chunk are summed by themselves. Where the first chunk is an outlier, all
-// others are as far from its mean, and one chain of equal terms errs by several units: of 72
-// columns of bfloat16 behind eight of 1000 rstd is 1.4 times as far off as it may be, so it is not.
-template <class A, int kMost, bool kApart = true>
+// kForgets: 16-bit columns are unpacked again for the second pass, where registers are short.
+template <class A, int kMost, int kLeading = 1, bool kForgets = false>
 struct ThreadMoments {
   static constexpr A kTimes = A(next_power_of_two(kMost));
   static constexpr A kShare = 1 / kTimes;
+  static_assert(kLeading == 1 || kLeading == 2);
   A reference = 0;
   A sum = 0;  // of the differences, of each but kShare
   A squares = 0;
@@ -55,24 +57,31 @@ struct ThreadMoments {
 
   // Adds the thread's chunk k, after those before it, if it exists.
   template <class X, int kColumns>
-  __device__ __forceinline__ void add_chunk(int k, const Pack<X, kColumns>& chunk, bool exists) {
-    A new_sum = kApart ? A(0) : sum, new_squares = kApart ? A(0) : squares;
-    if (k == 0) {
+  __device__ __forceinline__ void add_chunk(int k, Pack<X, kColumns> chunk, bool exists) {
+    A center = reference, new_sum = 0, new_squares = 0;
+    if (k < kLeading) {
       A values[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) values[i] = chunk.template get<A>(i);
       const A mean = tree_mean(values);
-      const A finite = reference_point(mean);
-      reference = exists ? finite : A(0);
-      new_sum = mean - finite;  // none, or not finite
+      center = reference_point(mean);
+      new_sum = mean - center;  // none, or not finite
+      if constexpr (kForgets) forget_unpacked(chunk);
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const A delta = chunk.template get<A>(i) - reference;
-      if (k > 0) new_sum = fma(delta, kShare, new_sum);
+      const A delta = chunk.template get<A>(i) - center;
+      if (k >= kLeading) new_sum = fma(delta, kShare, new_sum);
       new_squares = fma(delta, delta, new_squares);
     }
-    if (kApart && k > 0) {
+    if (k == 0) {
+      reference = exists ? center : A(0);
+    } else {
+      if (k < kLeading) {  // from either mean to the middle between them
+        const A half = A(0.5) * center - A(0.5) * reference;
+        new_squares = fma(2 * kColumns * half, half, new_squares);
+        reference = exists ? reference + half : reference;
+      }
       new_sum += sum;
       new_squares += squares;
     }
@@ -91,11 +100,13 @@ struct ThreadMoments {
   }
 };
 
-// Of up to kChunks chunks, of which the first adds nothing to the sum. (Kernels of kForwardChunks
-// have no register to spare for sums apart: they would spill two.)
-template <class A, int kChunks, int kColumns>
+// Of up to kChunks chunks, of which the first adds nothing to the sum. (By one leading chunk of
+// eight, rstd of 20480 columns of bfloat16 behind eight of 1000 is 1.7 times as far off as it may
+// be.) Aligned rows in so many have no register to spare.
+template <class A, int kChunks, int kColumns, bool kVectorized>
 using ChunkMoments =
-    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns, (kChunks < kForwardChunks)>;
+    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns,
+                  (kChunks < kForwardChunks ? 1 : 2), (kVectorized && kChunks >= kForwardChunks)>;
 
 // Of a set of columns whose number is known from elsewhere.
 template <class A>

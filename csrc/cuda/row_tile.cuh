@@ -103,7 +103,7 @@ class RowTile {
 
   // The same of as many columns as `total` says.
   __device__ __forceinline__ SetMoments<A> moments(A total, A inverse_total) const {
-    ChunkMoments<A, kChunks, kColumns> thread;
+    ChunkMoments<A, kChunks, kColumns, kVectorized> thread;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (k == kRegisters) wait();
