@@ -39,8 +39,10 @@ SHAPES = [
     (7, 4097), (130, 66), (301, 5), (129, 13), (1, 29), (75, 45), (61, 511), (9, 1023),
     (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536),
     (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
-    (10, 520), (9, 700), (21, 1160), (9, 1409), (9, 1667), (13, 2304), (7, 3307),
+    (10, 520), (9, 700), (21, 1160), (9, 1409), (9, 1600), (9, 1667), (13, 2304), (5, 3200),
+    (7, 3307),
     (77, 8), (77, 16), (67, 144), (33, 320), (35, 400), (53, 200), (29, 640),
+    (79, 24), (78, 40), (71, 44), (61, 76), (75, 88), (68, 152), (31, 132),
 ]  # fmt: skip
 
 
@@ -129,7 +131,8 @@ def test_forced_kernels_with_infinities(
     "cols",
     [
         2, 7, 13, 29, 45, 515, 520, 600, 601, 700, 701, 1023, 1025, 1031, 1032, 1155, 1411, 1536,
-        1667, 2049, 2201, 2304, 3301, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001, 24_601,
+        1600, 1667, 2049, 2201, 2304, 3200, 3301, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001,
+        24_601,
     ],
 )  # fmt: skip
 def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
@@ -272,7 +275,7 @@ def test_rows_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
-@pytest.mark.parametrize("cols", [1600, 3200, 5200])
+@pytest.mark.parametrize("cols", [2600, 4200, 5200])
 def test_rows_of_several_warps_that_leave_lanes_idle(cols: int, dtype: torch.dtype) -> None:
     """Many have a kernel of fewer registers, with the bits of few."""
     rows = 16 * torch.cuda.get_device_properties("cuda").multi_processor_count + 1
@@ -304,6 +307,45 @@ def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> No
         some = ops.layer_norm_forward(x[:rows], [cols], weight, bias, 1e-5, None)
         assert all(one.equal(other[:rows]) for one, other in zip(some, whole))
     check_forward(x, [cols], None, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [40, 48, 72, 80, 88, 96, 136, 144, 152, 160, 192, 200, 240, 264, 384, 520, 640, 768]
+)
+def test_rows_in_lanes_of_any_number(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """Or that have three chunks. dx has the same bits in a ring of any number of rows, where lanes
+    are left over between them and where not, one by one, and beside a float32 dy; dw and db miss no
+    row.
+    """
+    rows = 40_009
+    plan = plan_here("backward", rows, cols, dtype, kernel="ring")
+    assert plan["threads_per_row"] * plan["rows_per_warp"] <= 32
+    x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+    force(kernel="ring", weight_grads="fused")
+    whole = check_backward(grad_out, x, [cols], weight, bias)[0]
+    outputs = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+
+    def dx_of(count: int, given: Tensor = x, grad: Tensor = grad_out) -> Tensor:
+        return ops.layer_norm_backward(
+            grad[:count], given[:count], [cols], outputs[1][:count], outputs[2][:count],
+            weight, bias, 1e-5, [True, True, True],
+        )[0]  # fmt: skip
+
+    for count in (1, 2, *range(7, 65, 3), 1000, 1002, 20_001):
+        assert dx_of(count).equal(whole[:count])
+    assert check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, bias)[0].equal(whole)
+    assert dx_of(rows, _narrowed(x), _narrowed(grad_out)).equal(whole)
+    for given in (grad_out.float(), _narrowed(grad_out.float())):
+        assert dx_of(rows, x, given).equal(whole)
+    check_backward(grad_out.float(), x, [cols], weight, bias)
+    force(kernel="few_rows")
+    for count in (1, 2, 5, 31, 1003):
+        assert dx_of(count).equal(whole[:count])
+        assert dx_of(count, _narrowed(x), grad_out).equal(whole[:count])
+    check_backward(grad_out[:1003], x[:1003], [cols], weight, bias)
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
@@ -419,7 +461,7 @@ def test_forced_kernels_do_not_depend_on_the_batch(
 ) -> None:
     _skip_without_clusters(kernel)
     force(kernel=kernel)
-    for cols in (24, 257, 1000, 1023, 4096):
+    for cols in (24, 40, 152, 257, 1000, 1023, 4096):
         x, grad_out, weight, bias = _arguments(700, cols, dtype)
         outputs = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
         mask = [True, True, True]

@@ -26,7 +26,7 @@ MOMENTS = ROOT / "csrc" / "cuda" / "moments.cuh"
 EPS = 1e-5
 # Columns, and whether rows are of a 16-bit type, whose chunks have eight columns.
 WIDTHS = [
-    (5, False), (7, False), (8, False), (40, False), (64, False), (76, False), (100, False),
+    (6, False), (7, False), (8, False), (40, False), (64, False), (76, False), (100, False),
     (300, False), (1000, False), (4097, False), (12_289, False),
     (8, True), (24, True), (40, True), (56, True), (72, True), (136, True), (256, True),
     (512, True), (1000, True), (1151, True), (4096, True), (8199, True), (20_480, True),

@@ -320,6 +320,7 @@ template <class Parameters>
 void set_span(Parameters& p, const BackwardPlan& plan) {
   const bool several_warps = plan.cluster_size > 1 || plan.threads_per_row > kWarpSize;
   p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
+  p.teams = rows_per_warp(plan);
   p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
   p.cluster_size = plan.cluster_size;
 }
@@ -374,12 +375,11 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.dw_partials = fused ? dw_partials : nullptr;
   p.db_partials = fused ? db_partials : nullptr;
   set_span(p, plan);
-  p.groups = plan.threads_per_row * plan.rows_per_block / (p.warps * kWarpSize);
+  p.groups = block_threads(plan) / (p.warps * kWarpSize);
   p.merged = plan.merged;
-  const int64_t teams = kWarpSize / p.lanes;
-  const int64_t units = (args.rows + teams - 1) / teams;
+  const int64_t units = (args.rows + p.teams - 1) / p.teams;
   p.unit_stride = (plan.blocks - plan.column_blocks) / plan.cluster_size * p.groups;
-  const int64_t stride = p.unit_stride * teams;
+  const int64_t stride = p.unit_stride * p.teams;
   p.x_step = stride * args.x_row_stride * static_cast<int64_t>(sizeof(X));
   p.dy_step = stride * args.dy_row_stride * static_cast<int64_t>(sizeof(DY));
   p.dx_step = stride * args.cols * static_cast<int64_t>(sizeof(X));

@@ -24,6 +24,7 @@ struct RingParameters {
   float* dw_partials;  // [partials, cols] or null
   float* db_partials;
   int lanes;   // of a row, kWarp
+  int teams;   // of lanes in a warp, each with a row
   int warps;   // of a row and block, else
   int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
   // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
@@ -57,6 +58,7 @@ struct FewRowsParameters {
   void* db;
   DType weight_dtype, dw_dtype, db_dtype;
   int lanes;              // of a row, kWarp
+  int teams;              // of lanes in a warp, each with a row
   int warps;              // of a row and block, else
   int cluster_size;       // blocks of a row
   int slices;             // blocks of a tile of columns

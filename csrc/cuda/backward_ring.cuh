@@ -19,35 +19,43 @@
 
 namespace fastnorm::cuda {
 
-// 96 let a block have 640 threads; where that spills, blocks have 512 at the most. (8 bytes of
-// spills in a cluster's rows took 8 % more time.)
-template <RingSpan kSpan, bool kVectorized>
-constexpr int kRingRegisters = !kVectorized                  ? 128
-                               : kSpan == RingSpan::kBlock   ? 96
-                               : kSpan == RingSpan::kCluster ? 112
-                                                             : 128;
+// 96 let a block have 640 threads; where that spills, blocks have 512 at the most, or 384. (8 bytes
+// of spills in a cluster's rows took 8 % more time.)
+template <class X, class DY, RingSpan kSpan, bool kVectorized, int kChunks>
+constexpr int kRingRegisters =
+    kChunks > kRingChunks<X> && !(kVectorized && std::is_same_v<X, DY>) ? 168
+    : !kVectorized                                                      ? 128
+    : kSpan == RingSpan::kBlock                                         ? 96
+    : kSpan == RingSpan::kCluster                                       ? 112
+                                                                        : 128;
 
 // Leaves what the threads of a block have of dw and db: a row of partial sums for each cluster of
 // blocks. `rank`: of the block among those that hold a row. `staging`: the ring, which nobody needs
 // any more.
-template <class X, class DY, RingSpan kSpan, bool kVectorized>
+template <class X, class DY, RingSpan kSpan, bool kVectorized, int kChunks>
 __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, float* staging,
-                                                float (&dw)[kRingChunks<X>][kChunkColumns<X>],
-                                                float (&db)[kRingChunks<X>][kChunkColumns<X>],
-                                                int lanes, int rank, int cluster_size) {
-  constexpr int kChunks = kRingChunks<X>;
+                                                float (&dw)[kChunks][kChunkColumns<X>],
+                                                float (&db)[kChunks][kChunkColumns<X>], int lanes,
+                                                int teams, int rank, int cluster_size) {
   constexpr int kColumns = kChunkColumns<X>;
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kWideDy = sizeof(DY) > sizeof(X);
-  if constexpr (kShort) {
+  if constexpr (kShort) {  // over the teams, in the first of them
+    const int pitch = kWarpSize / teams;
 #pragma unroll 1
-    for (int offset = lanes; offset < kWarpSize; offset *= 2) {
+    for (int left = teams; left > 1; left = (left + 1) / 2) {
+      const int half = (left + 1) / 2;
+      const bool adds = static_cast<int>(threadIdx.x) % kWarpSize < (left - half) * pitch;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          dw[k][i] += __shfl_xor_sync(kAllLanes, dw[k][i], offset);
-          db[k][i] += __shfl_xor_sync(kAllLanes, db[k][i], offset);
+          const float other_dw = __shfl_down_sync(kAllLanes, dw[k][i], half * pitch);
+          const float other_db = __shfl_down_sync(kAllLanes, db[k][i], half * pitch);
+          if (adds) {
+            dw[k][i] += other_dw;
+            db[k][i] += other_db;
+          }
         }
       }
     }
@@ -100,8 +108,8 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
     for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
       for (int i = 0; i < kColumns; i += 4) {
-        *reinterpret_cast<float4*>(target + warp_begin + (thread % lanes + k * lanes) * kColumns +
-                                   i) =
+        *reinterpret_cast<float4*>(target + warp_begin +
+                                   (thread % kWarpSize + k * lanes) * kColumns + i) =
             make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
       }
     }
@@ -118,11 +126,11 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
 // in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
-template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached>
-__global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
+template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached,
+          int kChunks = kRingChunks<X>>
+__global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
-  constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr bool kShort = kSpan == RingSpan::kWarp;
@@ -133,8 +141,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   // Those that are filled before the first row's sums: with all of them 32768 x 4096 bfloat16 took
   // 196.3 us on an H200, 65536 x 3072 302.5 us; 195.9 and 300.6 us so.
   constexpr int kFirstStages = kShort ? kStages : 2;
-  constexpr unsigned kXBytes = kRingGranules<X, kSpan, kVectorized> * kChunkBytes;
-  constexpr unsigned kDyBytes = kRingGranules<X, kSpan, kVectorized, DY> * kChunkBytes;
+  constexpr unsigned kXBytes = kRingGranules<X, kSpan, kVectorized, kChunks> * kChunkBytes;
+  constexpr unsigned kDyBytes = kRingGranules<X, kSpan, kVectorized, kChunks, DY> * kChunkBytes;
   constexpr unsigned kStageBytes = kXBytes + kDyBytes;
   using Chunk = Pack<X, kColumns>;
   using Exchange = RingExchange<kSpan>;
@@ -145,9 +153,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   // which begins at column `begin` of the row and has `run` columns.
   const int warp = threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
-  const int teams = kWarpSize / lanes;
-  const int team = kShort ? threadIdx.x % kWarpSize / lanes : 0;
-  const int lane = threadIdx.x % lanes;
+  const int teams = kShort ? p.teams : 1;
+  const int pitch = kWarpSize / teams;  // lanes from one team to the next
+  const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
+  const int lane = kShort ? threadIdx.x % kWarpSize - team * pitch : threadIdx.x % kWarpSize;
+  // A lane between two teams or behind the last one: as if its rows were beyond the last one.
+  const bool idle = kShort && (lane >= lanes || team >= teams);
   const int group = kShort ? warp : warp / p.warps;
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   constexpr bool kGrid = kSpan == RingSpan::kGrid;
@@ -164,20 +175,25 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
   const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
   const int count = p.full_turns + (unit < p.last_turn ? 1 : 0);
-  const int64_t first = unit * teams + team;
+  const int64_t first = idle ? p.rows : unit * teams + team;
   const int64_t stride = p.unit_stride * teams;
 
-  const int x_granule = kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + lane;
+  // Where lanes read what others have copied, idle ones read what the last of their team does, and
+  // write nothing.
+  constexpr bool kShares = kWideDy || !kVectorized;
+  const int place = kShort && kShares ? min(lane, lanes - 1) : lane;
+  const int x_granule =
+      kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + place;
   const unsigned ring =
-      keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized, DY> +
+      keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY> +
            x_granule * kChunkBytes);
   const unsigned ring_end = ring + kStages * kStageBytes;
   const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
   // From there to what this lane copies of dy, and to its chunks.
   const int dy_granule =
-      kWideDy ? team * (lanes * kChunks * kDyParts + (kVectorized ? 0 : 1)) + lane : x_granule;
+      kWideDy ? team * (lanes * kChunks * kDyParts + (kVectorized ? 0 : 1)) + place : x_granule;
   const unsigned dy_copies = kXBytes + (dy_granule - x_granule) * kChunkBytes;
-  const unsigned dy_place = dy_copies + (kDyParts - 1) * lane * kChunkBytes;
+  const unsigned dy_place = dy_copies + (kDyParts - 1) * place * kChunkBytes;
   const unsigned dy_copy_step = kWideDy ? lanes * kChunkBytes : chunk_step;
   const unsigned dy_step_of_chunks = kDyParts * dy_copy_step;
   const auto next_slot = [&](unsigned slot) {
@@ -196,7 +212,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + begin) + lane * kChunkBytes;
   unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
   unsigned dy_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dy));
-  int to_copy = count;
+  int to_copy = kShares && idle ? 0 : count;
   int64_t copied_row = first;
   // A team that has another row to come does not reach the end of the tensor.
   const bool apart = min(p.x_step, p.dy_step) >= 2 * kChunkBytes;
@@ -281,7 +297,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   float mean, rstd, next_mean, next_rstd;
   load_statistics(mean, rstd);
   load_statistics(next_mean, next_rstd);
-  PackedWeight<X, kVectorized> packed_weight;
+  PackedWeight<X, kChunks, kVectorized> packed_weight;
   packed_weight.load(
       p.weight, p.weight_dtype, [&](int k) { return begin + (lane + k * lanes) * kColumns; },
       left_of);
@@ -291,7 +307,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   if constexpr (kVectorized) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      if (left_of(k) <= 0) {
+      if (left_of(k) <= 0 && !(kShares && idle)) {
         for (int s = 0; s < kStages; ++s) {
           const unsigned stage = ring + s * kStageBytes;
           store_shared(stage + k * chunk_step, Granule());
@@ -303,7 +319,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       }
     }
   }
-  const RingWeight<X> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
+  const RingWeight<X, kChunks> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
   float dw[kChunks][kColumns] = {}, db[kChunks][kColumns] = {};
   // kGrid: leaves a row of partial sums, and begins another.
   [[maybe_unused]] int shares_left = p.dw_partials != nullptr ? p.shares : 0;
@@ -335,9 +351,10 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
   // ---- a row
 
   // Chunks of an unaligned run that are shifted together: two, where there are registers for them.
-  constexpr int kTogether = kDySize == 2 || kSpan == RingSpan::kBlock ? 2 : 1;
+  constexpr int kTogether = kChunks % 2 == 0 && (kDySize == 2 || kSpan == RingSpan::kBlock) ? 2 : 1;
   const bool cut = left_of(kChunks - 1) < kColumns;
 
+  int64_t row = first;
   const auto load_x = [&](unsigned slot, int k) {
     return load_shared_pack<X, kColumns>(slot + k * chunk_step);
   };
@@ -347,7 +364,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
 
   // The sums of (x - mean) * dy * weight and of dy * weight over this thread's columns.
   const auto sum_row = [&](unsigned slot, float mean) {
-    if constexpr (kWideDy || !kVectorized) __syncwarp();  // the lanes' copies have arrived
+    if constexpr (kShares) __syncwarp();  // the lanes' copies have arrived
     if constexpr (kVectorized) {
       return sum_chunks<X>([&](int k) { return load_x(slot, k); },
                            [&](int k) { return load_dy(slot, k); }, weight, mean);
@@ -386,8 +403,10 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
             dy_chunks.truncate(j, left);
           }
         }
-        x_chunks.store(x_place, chunk_step);
-        dy_chunks.store(place, dy_step_of_chunks);
+        if (!kShort || row < p.rows) {
+          x_chunks.store(x_place, chunk_step);
+          dy_chunks.store(place, dy_step_of_chunks);
+        }
       };
       const Sums<float> sums = sum_chunks<X>(
           [&](int k) {
@@ -401,7 +420,6 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     }
   };
 
-  int64_t row = first;
   char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin) + lane * kChunkBytes;
   const auto finish_row = [&](unsigned slot, float mean, float rstd, const Sums<float>& sums) {
     const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
@@ -413,8 +431,12 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     const bool straight = kVectorized || (!kGrid && shifted == 0 && run % kColumns == 0);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
-      const Chunk x = load_x(slot, k);
-      const Pack<DY, kColumns> dy = load_dy(slot, k);
+      Chunk x = {};
+      Pack<DY, kColumns> dy = {};
+      if (kVectorized || active) {  // or an idle lane would read what others have put there
+        x = load_x(slot, k);
+        dy = load_dy(slot, k);
+      }
       Chunk out;
 #pragma unroll
       for (int i = 0; i < kColumns; i += 2) {
@@ -434,7 +456,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
         if (active && left_of(k) > 0) {
           store_pack(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
         }
-      } else {
+      } else if (active) {
         store_shared(slot + k * chunk_step, to_granule(out));  // in the place of x
       }
     }
@@ -489,7 +511,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
         }
       }
     }
-    if constexpr (kWideDy || !kVectorized) __syncwarp();  // before the slot is filled again
+    if constexpr (kShares) __syncwarp();  // before the slot is filled again
     dx += p.dx_step;
     row += stride;
   };
@@ -503,7 +525,7 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       wait_copies<kStages - 1>();
-      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean), lanes));
+      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean), lanes, lane));
       copy_row(slot);
       slot = next_slot(slot);
       mean = next_mean;
@@ -580,8 +602,8 @@ __global__ void __maxnreg__((kRingRegisters<kSpan, kVectorized>))
     return;
   }
 
-  leave_ring_sums<X, DY, kSpan, kVectorized>(p, reinterpret_cast<float*>(ring_memory), dw, db,
-                                             lanes, rank, cluster_size);
+  leave_ring_sums<X, DY, kSpan, kVectorized, kChunks>(p, reinterpret_cast<float*>(ring_memory), dw,
+                                                      db, lanes, teams, rank, cluster_size);
 }
 
 // How many clusters of the ring's blocks run side by side: of kLargeClusterSize of the largest, and
@@ -626,14 +648,16 @@ cudaError_t count_ring_clusters(DeviceProperties& properties) {
 template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
-  const auto launch_span = [&](auto span, auto cached) {
+  const auto launch_span = [&](auto span, auto cached, auto chunks) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value>;
-    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, DY>;
-    constexpr bool kLarge =
-        kSpan == RingSpan::kBlock && kVectorized && kIs16Bit<X> && std::is_same_v<X, DY>;
-    constexpr int kMostWarps = kLarge ? kRingWarps : kRingRowWarps;
-    const int threads = plan.threads_per_row * plan.rows_per_block;
+    constexpr int kChunks = decltype(chunks)::value;
+    const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value, kChunks>;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY>;
+    constexpr bool kPlain = kVectorized && std::is_same_v<X, DY>;
+    constexpr bool kLarge = kSpan == RingSpan::kBlock && kPlain && kIs16Bit<X>;
+    constexpr bool kWideLanes = kChunks > kRingChunks<X> && !kPlain;
+    constexpr int kMostWarps = kLarge ? kRingWarps : kWideLanes ? kWideLaneWarps : kRingRowWarps;
+    const int threads = block_threads(plan);
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
     const int bytes = threads / kWarpSize * kWarpBytes;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
@@ -649,9 +673,11 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
           .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
     }
   };
+  const std::integral_constant<int, kRingChunks<X>> chunks;
   if (plan.cluster_size > kLargeClusterSize) {
     if constexpr (std::is_same_v<X, DY>) {
-      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), std::true_type());
+      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), std::true_type(),
+                         chunks);
     } else {
       return cudaErrorInvalidValue;
     }
@@ -659,14 +685,23 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
   if (plan.cluster_size > 1) {
     const std::integral_constant<RingSpan, RingSpan::kCluster> cluster;
     if constexpr (sizeof(X) == 4 && kVectorized) {
-      if (plan.threads_per_row > kMostCachedThreads) return launch_span(cluster, std::false_type());
+      if (plan.threads_per_row > kMostCachedThreads) {
+        return launch_span(cluster, std::false_type(), chunks);
+      }
     }
-    return launch_span(cluster, std::true_type());
+    return launch_span(cluster, std::true_type(), chunks);
   }
   if (plan.threads_per_row > kWarpSize) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>(), std::true_type());
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>(), std::true_type(),
+                       chunks);
   }
-  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>(), std::true_type());
+  const std::integral_constant<RingSpan, RingSpan::kWarp> warp;
+  if constexpr (kIs16Bit<X>) {
+    if (plan.chunks_per_thread == kMostLaneChunks) {
+      return launch_span(warp, std::true_type(), std::integral_constant<int, kMostLaneChunks>());
+    }
+  }
+  return launch_span(warp, std::true_type(), chunks);
 }
 
 }  // namespace fastnorm::cuda

@@ -150,11 +150,12 @@ struct RowSumsExchange {
   // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
   using Storage = float[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
 
-  // All threads of the block come here; in a cluster, after cluster_arrive.
+  // All threads of the block come here; in a cluster, after cluster_arrive. `lane`: see
+  // sum_row_lanes.
   static __device__ __forceinline__ Sums<float> sum(Storage& storage, Sums<float> sums, int lanes,
                                                     int warps, int group, int row_warp,
-                                                    int cluster_size) {
-    if constexpr (kSpan == RingSpan::kWarp) return sum_row_lanes(sums, lanes);
+                                                    int cluster_size, int lane = 0) {
+    if constexpr (kSpan == RingSpan::kWarp) return sum_row_lanes(sums, lanes, lane);
     const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
     if constexpr (kCluster) {
       sums = both_halves(mine);
@@ -180,14 +181,16 @@ struct RowSumsExchange {
 };
 
 // 64 registers where they do, for 1024 threads on each multiprocessor.
-template <class X, RingSpan kSpan, bool kVectorized>
-constexpr int kFewRowsBlocks = kVectorized && (sizeof(X) == 2 || kSpan != RingSpan::kWarp) ? 2 : 1;
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks>
+constexpr int kFewRowsBlocks =
+    kVectorized && (kSpan != RingSpan::kWarp || (sizeof(X) == 2 && kChunks == kRingChunks<X>)) ? 2
+                                                                                               : 1;
 
-template <class X, RingSpan kSpan, bool kVectorized>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, kVectorized>))
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>>
+__global__ void __launch_bounds__(kMaxThreadsPerRow,
+                                  (kFewRowsBlocks<X, kSpan, kVectorized, kChunks>))
     backward_few_rows(const FewRowsParameters<X> p) {
   if (!kStreams) return;
-  constexpr int kChunks = kRingChunks<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kCluster = kSpan == RingSpan::kCluster;
@@ -218,9 +221,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
 
   const int warp = threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
-  const int teams = kWarpSize / lanes;
-  const int team = kShort ? threadIdx.x % kWarpSize / lanes : 0;
-  const int lane = threadIdx.x % lanes;
+  const int teams = kShort ? p.teams : 1;
+  const int pitch = kWarpSize / teams;  // lanes from one team to the next
+  const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
+  const int lane = threadIdx.x % pitch;
   const int groups = kCluster ? 1 : static_cast<int>(blockDim.x) / kWarpSize / p.warps;
   const int group = kCluster ? 0 : warp / p.warps;
   const int row_warp = warp - group * p.warps;
@@ -231,7 +235,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
 
   const int64_t unit = (blockIdx.x - p.column_blocks) / (kCluster ? p.cluster_size : 1);
   const int64_t first_row = (unit * groups + group) * teams;
-  const int64_t row = first_row + team;
+  const int64_t row = !kShort || lane < lanes ? first_row + team : p.rows;
   const bool active = row < p.rows;
   // Columns from this lane's chunk k on, unclamped (see Share::left).
   const auto left_of = [&](int k) { return run - column(k); };
@@ -247,14 +251,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
   }
   const float mean = active ? p.mean[row] : 0.0f;
   const float rstd = active ? p.rstd[row] : 0.0f;
-  PackedWeight<X, kVectorized> packed_weight;
+  PackedWeight<X, kChunks, kVectorized> packed_weight;
   packed_weight.load(p.weight, p.weight_dtype, [&](int k) { return begin + column(k); }, left_of);
-  const RingWeight<X> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
+  const RingWeight<X, kChunks> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
 
   Sums<float> sums =
       sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; }, weight, mean);
   sums = RowSumsExchange<kSpan>::sum(storage.rows.sums, sums, lanes, p.warps, group, row_warp,
-                                     p.cluster_size);
+                                     p.cluster_size, lane);
 
   const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
   const auto dx_chunk = [&](int k) {
@@ -293,21 +297,30 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, (kFewRowsBlocks<X, kSpan, k
 template <class X>
 cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& plan,
                             cudaStream_t stream) {
-  const auto launch_span = [&](auto span) {
+  const auto launch_span = [&](auto span, auto chunks) {
     constexpr RingSpan kSpan = decltype(span)::value;
-    return Launch(plan.blocks, dim3(plan.threads_per_row * plan.rows_per_block), stream)
+    constexpr int kChunks = decltype(chunks)::value;
+    return Launch(plan.blocks, dim3(block_threads(plan)), stream)
         .in_clusters(p.slices)
-        .overlapping(plan.overlap_launches)(plan.vectorized ? backward_few_rows<X, kSpan, true>
-                                                            : backward_few_rows<X, kSpan, false>,
+        .overlapping(plan.overlap_launches)(plan.vectorized
+                                                ? backward_few_rows<X, kSpan, true, kChunks>
+                                                : backward_few_rows<X, kSpan, false, kChunks>,
                                             p);
   };
+  const std::integral_constant<int, kRingChunks<X>> chunks;
   if (plan.cluster_size > 1) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>());
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kCluster>(), chunks);
   }
   if (plan.threads_per_row > kWarpSize) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>());
+    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>(), chunks);
   }
-  return launch_span(std::integral_constant<RingSpan, RingSpan::kWarp>());
+  const std::integral_constant<RingSpan, RingSpan::kWarp> warp;
+  if constexpr (kIs16Bit<X>) {
+    if (plan.chunks_per_thread == kMostLaneChunks) {
+      return launch_span(warp, std::integral_constant<int, kMostLaneChunks>());
+    }
+  }
+  return launch_span(warp, chunks);
 }
 
 }  // namespace fastnorm::cuda

@@ -545,10 +545,8 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kFewRegisters<X, W>;
   constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
-  // Whether there are rows of three and four chunks in a lane of one warp, and of seven: of these,
-  // uneven ones.
+  // Whether there are rows of three, four and seven chunks in a lane of one warp.
   constexpr bool kAny = kIs16Bit<X> && kOneType<X, Y, W>;
-  constexpr bool kSeven = !kVectorized && kAny;
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
@@ -569,7 +567,7 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         if constexpr (kVectorized && kAny) {
           if (plan.chunks_per_thread == 3) return launch_rows(forward_warp_rows<X, Y, W, 3, true>);
         }
-        if constexpr (kSeven) return launch_rows(forward_warp_rows<X, Y, W, 7, false>);
+        if constexpr (kAny) return launch_rows(forward_warp_rows<X, Y, W, 7, kVectorized>);
         return cudaErrorInvalidValue;
       }
       if (plan.chunks_per_thread == 5) {
@@ -577,9 +575,10 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
         constexpr int kFiveBlocks = kVectorized ? kWarpBlocks<X, Y, W, 5, true> / 2 : kFew ? 5 : 4;
         return launch_rows(forward_rows<X, Y, W, 128, kFiveBlocks, 5, 0, false, kVectorized>);
       }
-      if constexpr (kSeven) {
+      if constexpr (kAny) {
         if (plan.chunks_per_thread == 7) {
-          return launch_rows(forward_rows<X, Y, W, 128, 4, 7, 0, false, false>);
+          constexpr int kSevenBlocks = kVectorized ? 8 : 4;
+          return launch_rows(forward_rows<X, Y, W, 128, kSevenBlocks, 7, 0, false, kVectorized>);
         }
       }
       if (plan.chunks_per_thread == kRegisterChunks) {

@@ -35,7 +35,8 @@ __device__ __forceinline__ A reference_point(A column) {
 // Of a thread's columns, by differences from the mean of its first kLeading chunks: these take two
 // passes, each about its own mean, all others one. Such a sum of squares is at most as many times
 // the one about the thread's own mean as the thread has chunks for each of those, for what lies
-// between the two means lies between the first ones' columns and the second one too: little cancels.
+// between the two means lies between the first ones' columns and the second one too: little
+// cancels.
 //
 // The columns of a chunk are summed by themselves. Where the first chunk is an outlier, all others
 // are as far from its mean, and one chain of equal terms errs by several units: of 72 columns of
@@ -58,30 +59,29 @@ struct ThreadMoments {
   // Adds the thread's chunk k, after those before it, if it exists.
   template <class X, int kColumns>
   __device__ __forceinline__ void add_chunk(int k, Pack<X, kColumns> chunk, bool exists) {
-    A center = reference, new_sum = 0, new_squares = 0;
+    A new_sum = 0, new_squares = 0, center = 0;
     if (k < kLeading) {
       A values[kColumns];
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) values[i] = chunk.template get<A>(i);
       const A mean = tree_mean(values);
       center = reference_point(mean);
+      if (k == 0) reference = exists ? center : A(0);
       new_sum = mean - center;  // none, or not finite
       if constexpr (kForgets) forget_unpacked(chunk);
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      const A delta = chunk.template get<A>(i) - center;
+      const A delta = chunk.template get<A>(i) - (k > 0 && k < kLeading ? center : reference);
       if (k >= kLeading) new_sum = fma(delta, kShare, new_sum);
       new_squares = fma(delta, delta, new_squares);
     }
-    if (k == 0) {
-      reference = exists ? center : A(0);
-    } else {
-      if (k < kLeading) {  // from either mean to the middle between them
-        const A half = A(0.5) * center - A(0.5) * reference;
-        new_squares = fma(2 * kColumns * half, half, new_squares);
-        reference = exists ? reference + half : reference;
-      }
+    if (k > 0 && k < kLeading) {  // from either mean to the middle between them
+      const A half = A(0.5) * center - A(0.5) * reference;
+      new_squares = fma(2 * kColumns * half, half, new_squares);
+      reference = exists ? reference + half : reference;
+    }
+    if (k > 0) {
       new_sum += sum;
       new_squares += squares;
     }
@@ -105,8 +105,8 @@ struct ThreadMoments {
 // be.) Aligned rows in so many have no register to spare.
 template <class A, int kChunks, int kColumns, bool kVectorized>
 using ChunkMoments =
-    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns,
-                  (kChunks < kForwardChunks ? 1 : 2), (kVectorized && kChunks >= kForwardChunks)>;
+    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns, (kChunks < kForwardChunks ? 1 : 2),
+                  (kVectorized && kChunks >= kForwardChunks)>;
 
 // Of a set of columns whose number is known from elsewhere.
 template <class A>

@@ -53,12 +53,17 @@ constexpr int kRegisterChunks = 4;
 constexpr int kForwardChunks = 8;
 
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which weight and the
-// running dw and db stay in registers, and but for kRing x and dy too. In kRing 24 columns, with
-// the weight in shared memory, reached .85 - .90 of an elementwise sum where 16 reach .94 (174764 x
-// 768 bfloat16 on an H200); 32 columns, .86 (131072 x 1024: .93).
+// running dw and db stay in registers, and but for kRing x and dy too. (In kRing 32 columns reached
+// .86 of an elementwise sum where 16 reach .93, 131072 x 1024 bfloat16 on an H200.)
 constexpr int backward_chunks(DType x_dtype) {
   return x_dtype == DType::kFloat16 || x_dtype == DType::kBFloat16 ? 2 : 4;
 }
+
+// The same of lanes of a warp that holds 16-bit rows alone, where they have more (see warp_shape).
+// But for aligned rows of one dtype that takes more than 128 registers, which leaves a block so
+// many warps.
+constexpr int kMostLaneChunks = 3;
+constexpr int kWideLaneWarps = 12;
 
 constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
@@ -160,7 +165,8 @@ struct BackwardPlan {
   int cluster_size = 1;
   int64_t segments = 1;
   bool vectorized = false;
-  bool dx = true;  // false: dw and db alone are asked for, and no dx kernel runs
+  bool packed = false;  // rows in a part of a warp follow each other without idle lanes
+  bool dx = true;       // false: dw and db alone are asked for, and no dx kernel runs
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
@@ -179,6 +185,20 @@ struct BackwardPlan {
   int sm_count = 1;               // of the device
   bool overlap_launches = false;  // whether a kernel can start before the one before it has ended
 };
+
+// Rows side by side in a warp: of lanes that are no power of two, as many as of the next one, but
+// where they are packed.
+constexpr int rows_per_warp(const BackwardPlan& plan) {
+  if (plan.cluster_size > 1 || plan.threads_per_row >= kWarpSize) return 1;
+  const int lanes = plan.threads_per_row;
+  return kWarpSize / (plan.packed ? lanes : static_cast<int>(next_power_of_two(lanes)));
+}
+
+constexpr int block_threads(const BackwardPlan& plan) {
+  const int together = rows_per_warp(plan);
+  return together > 1 ? plan.rows_per_block / together * kWarpSize
+                      : plan.threads_per_row * plan.rows_per_block;
+}
 
 struct ForwardProblem {
   int64_t rows = 0;

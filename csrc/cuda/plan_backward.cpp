@@ -165,18 +165,20 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
 void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                     const DeviceProperties& device, int most_tile_lanes, bool by_chunks) {
   plan.kernel = Kernel::kFewRows;
-  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = plan.slices = shape.cluster_size;
-  const int64_t most_rows =
-      shape.cluster_size > 1 ? 1 : std::max(1, kMaxSharedBlock / shape.threads);
-  const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
+  const int64_t least_rows = rows_per_warp(plan);
+  const int64_t most_rows = shape.cluster_size > 1 ? 1
+                            : shape.threads <= kWarpSize
+                                ? kMaxSharedBlock / kWarpSize * least_rows
+                                : std::max(1, kMaxSharedBlock / shape.threads);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
   if (problem.weight_grads && by_chunks && problem.rows == 1) {
     plan.weight_grads = WeightGrads::kRow;
     const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
-    const int64_t blocks = ceil_div(chunks, plan.threads_per_row * plan.rows_per_block);
+    const int64_t blocks = ceil_div(chunks, block_threads(plan));
     plan.column_blocks = ceil_div(blocks, plan.slices) * plan.slices;
   } else if (problem.weight_grads) {
     plan.weight_grads = WeightGrads::kTiles;

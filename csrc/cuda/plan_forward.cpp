@@ -78,8 +78,9 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
 // and 1.00, 1.02; float32 516 .85 and .98. Uneven ones of bfloat16, by columns (elements_run) and
 // so: 1033, 1151, 1279 .67, .72, .73 and .85, .90, .93, 1317, 1535 .73, .81 and .89, .93, 1653,
 // 1791 .80, .86 and .87, .91, 2057, 2305, 2559 .72, .75, .82 and .80, .86, .91; in four warps and
-// so 3081, 3329, 3583 .76, .80, .84 and .81, .84, .88. With eight, in one warp or two, they are as
-// fast as with four in two or four.
+// so 3081, 3329, 3583 .76, .80, .84 and .81, .84, .88. Whole ones of bfloat16 in seven: 1544, 1600
+// .92, .94 and .97, .97, 1664, 1792 .98, .99 and 1.00, 1.00, 3088, 3200 .96, .98 and .97, .99, but
+// 3584 1.00 and .98. With eight, in one warp or two, they are as fast as with four in two or four.
 int register_chunks(int64_t chunks, const ForwardProblem& problem) {
   const auto takes = [chunks](int64_t warps, int64_t chunks_per_lane) {
     return chunks > warps * kWarpSize * (chunks_per_lane - 1) &&
@@ -88,9 +89,9 @@ int register_chunks(int64_t chunks, const ForwardProblem& problem) {
   if (takes(1, 5) || takes(2, 5)) return 5;
   if (takes(1, 6)) return 6;
   const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
-  const bool has_seven =
-      uneven && problem.one_dtype && problem.y_as_x && size_in_bytes(problem.x_dtype) == 2;
-  return has_seven && (takes(1, 7) || takes(2, 7)) ? 7 : kRegisterChunks;
+  const bool has_seven = problem.one_dtype && problem.y_as_x && size_in_bytes(problem.x_dtype) == 2;
+  const bool leaves_idle = uneven || chunks <= kWarpSize * 13;  // lanes of four warps
+  return has_seven && (takes(1, 7) || (takes(2, 7) && leaves_idle)) ? 7 : kRegisterChunks;
 }
 
 // Whether whole chunks leave few lanes of their warps idle: rows that are not aligned, but
@@ -116,10 +117,12 @@ bool chunks_fill_warps(const ForwardProblem& problem) {
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
   const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
-  // Of float32 a chunk has no more columns than a lane of these.
-  const bool too_short = problem.x_dtype == DType::kFloat32 && problem.cols <= kWarpSize &&
-                         problem.cols > chunk_columns(problem.x_dtype);
-  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || too_short ||
+  // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7
+  // .99 and .97, 9 .78 and .97, 10 .83 and .96, 13 .93 and .95, 17 .71 and .96, 25 .89 and .99, 31
+  // .97 and .98.
+  const bool two_chunks =
+      problem.x_dtype == DType::kFloat32 && (problem.cols == 6 || problem.cols == 7);
+  if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || two_chunks ||
       problem.cols > most_threads * kMostElementColumns || chunks_fill_warps(problem)) {
     return false;
   }

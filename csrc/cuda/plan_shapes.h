@@ -34,6 +34,7 @@ struct RingShape {
   int threads = 0;
   int cluster_size = 1;
   int grid_rows = 0;
+  int lane_chunks = 0;  // of each lane, in the backward
 };
 
 // Whether rows of x's dtype can be streamed through shared memory.

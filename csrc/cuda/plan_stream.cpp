@@ -36,6 +36,45 @@ int resident_clusters(int size, int64_t blocks, const DeviceProperties& device) 
   return std::max(1, static_cast<int>(all / size));
 }
 
+// Lanes of a warp for a row that takes `threads` of them: a power of two, or of a 16-bit type fewer
+// where more rows find a place in the warp then, for instructions limit those. Of an elementwise
+// sum, on an H200: bfloat16 40 columns .83 and .92, 72 .76 and .91, 80 .81 and .91, 88 .84 and .92,
+// 96 .89 and .92, 136 .72 and .91, 152 .77 and .92, 160 .80 and .92; but float32 40 .93 and .85, 76
+// .91 and .89, 160 .93 and .93.
+int64_t row_lanes(int64_t threads, bool is_16_bit) {
+  const int64_t lanes = next_power_of_two(threads);
+  return is_16_bit && kWarpSize / threads > kWarpSize / lanes ? threads : lanes;
+}
+
+// A row that a warp holds, or a part of one; none where it takes more than one. A lane of a 16-bit
+// row has three chunks instead of two where that leaves no more of a warp idle, and fewer lanes to
+// add up. Of an elementwise sum, on an H200, with two and three: 136 columns .91 and .93, 168 .83
+// and .92, 192 .88 and .93, 200 .89 and .91, 240 .92 and .94, 264 .75 and .91, 320 .82 and .93, 384
+// .89 and .94, 520 .78 and .93, 640 .92 and .94, 768 .94 and .96; but 40 .91 and .87, 72 .91 and
+// .89, 88 .92 and .91.
+std::optional<RingShape> warp_shape(const BackwardProblem& problem) {
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
+  const auto shape = [&](int lane_chunks) {
+    const int64_t threads = ceil_div(chunks, lane_chunks);
+    const int64_t lanes = threads <= kWarpSize ? row_lanes(threads, is_16_bit)
+                                               : ceil_div(threads, kWarpSize) * kWarpSize;
+    return RingShape{static_cast<int>(lanes), 1, 0, lane_chunks};
+  };
+  // Chunks that there is room for, in the warps that hold a row or rows, for each of these.
+  const auto room = [](const RingShape& held) {
+    const int rows = std::max(1, kWarpSize / held.threads);
+    return std::max(kWarpSize, held.threads) * held.lane_chunks / static_cast<double>(rows);
+  };
+  RingShape best = shape(backward_chunks(problem.x_dtype));
+  constexpr int64_t kFewChunks = 12;
+  if (is_16_bit && chunks > kFewChunks && chunks <= kWarpSize * kMostLaneChunks) {
+    const RingShape other = shape(kMostLaneChunks);
+    if (room(other) <= room(best)) best = other;
+  }
+  return best.threads <= kWarpSize ? std::optional(best) : std::nullopt;
+}
+
 // Whether rows of partial sums take little memory: 2 % of x, or 8 MB if x has less than 128 MB.
 // (With 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each
 // for itself; 1024 x 8192 26.8 and 25.8 us.)
@@ -127,8 +166,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   // Grids are compiled for one dtype only.
   const auto grid = [&] { return wide_dy ? std::nullopt : grid_shape(threads, device, request); };
   if (asks_for_grid(request)) return grid();
-  if (least_size == 1 && threads <= kWarpSize) {
-    return RingShape{static_cast<int>(next_power_of_two(threads)), 1};
+  if (least_size == 1) {
+    if (const auto shape = warp_shape(problem)) return shape;
   }
   constexpr double kBusy = 0.74;
   constexpr double kLeastOfBlock = 0.62;  // of rows that end within a chunk
@@ -239,6 +278,21 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
+// Warps of a block whose rows take a warp or a part of one: so many that near to 7400 columns of a
+// 16-bit type stream, and ten of float32. Of an elementwise sum, on an H200, with 16 warps on 120
+// multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and .93, 512 .93 and .95; in
+// three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95; float32, with 16 on 132 and
+// 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97, 512 .95 and .95.
+int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem) {
+  constexpr int64_t kColumns = 7400, kLeast = 8, kFloatWarps = 10;
+  if (size_in_bytes(problem.x_dtype) != 2) return kFloatWarps;
+  const int64_t most = plan.chunks_per_thread == kMostLaneChunks && !plan.packed
+                           ? kWideLaneWarps
+                           : kMaxThreadsPerRow / kWarpSize;
+  const int64_t columns = problem.cols * rows_per_warp(plan);
+  return std::clamp((kColumns + columns / 2) / columns, kLeast, most);
+}
+
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
 //
 // Fewer blocks than multiprocessors: each GPC has its own path to memory, GPCs have different
@@ -254,7 +308,8 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
 // stream_threads hold (29079 x 1152 float32, three rows: .95 with 131 blocks, .91 with 115; 13085 x
 // 2560, two: .91 and .88). Rows of a block are as many as come near that,
 // or a little less or more: by 8192 and 4096 it would be five rows of 1792 columns of bfloat16, .92
-// for .93 of four, and one of 2816 of float32, .89 for .92 of two.
+// for .93 of four, and one of 2816 of float32, .89 for .92 of two; by 8000 and 4300 three of 3072
+// of bfloat16, .94 for .95 of two, and six of 768 of float32, .94 for .96 of five.
 //
 // Clusters of more than two are as many as find a place: 4096 x 65536 bfloat16 .955 with 120
 // blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as
@@ -262,25 +317,26 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
-  plan.chunks_per_thread = backward_chunks(problem.x_dtype);
+  plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = shape.cluster_size;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool in_cluster = shape.cluster_size > 1;
   const bool short_rows = shape.threads <= kWarpSize && !in_cluster;
+  plan.packed = plan.vectorized && has_one_dtype(problem);
   const int stream_threads = ring_threads(problem.x_dtype);
   // Blocks of a cluster on a multiprocessor, or rows of a block.
   const int64_t blocks_together = std::max(1, stream_threads / shape.threads);
-  const int64_t near = ((is_16_bit ? 8000 : 4300) + problem.cols / 2) / problem.cols;
+  const int64_t near = ((is_16_bit ? 7600 : 4200) + problem.cols / 2) / problem.cols;
   const int64_t most_threads = !is_16_bit                                  ? kMostCachedThreads
                                : plan.vectorized && has_one_dtype(problem) ? kMaxRingThreads
                                                                            : kMaxThreadsPerRow;
   const int64_t room = std::max<int64_t>(1, most_threads / shape.threads);
   const int64_t most_rows = in_cluster   ? 1
-                            : short_rows ? kMaxThreadsPerRow / shape.threads
+                            : short_rows ? short_row_warps(plan, problem) * rows_per_warp(plan)
                                          : std::clamp<int64_t>(near, 1, room);
   // Few rows: smaller blocks on more multiprocessors.
-  const int64_t least_rows = std::max(1, kWarpSize / shape.threads);
+  const int64_t least_rows = rows_per_warp(plan);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block = static_cast<int>(std::min(most_rows, spread));
 
@@ -289,7 +345,7 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   if (sms < kFewMultiprocessors) return std::max(sms, shape.cluster_size);
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
   const int some = sms - sms / 8;
-  if (short_rows) return plan.vectorized && is_16_bit ? sms - sms / 11 : sms;
+  if (short_rows) return sms;
   // Columns that stream on a multiprocessor, as a share of those of stream_threads.
   const double columns = static_cast<double>(problem.cols) *
                          static_cast<double>(in_cluster ? blocks_together : most_rows) /

@@ -38,6 +38,11 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                                           const DeviceProperties& device,
                                           const PlanRequest& request);
 
+// Chunks of a thread of a row so held.
+inline int ring_chunks(const RingShape& shape, const BackwardProblem& problem) {
+  return shape.lane_chunks > 0 ? shape.lane_chunks : backward_chunks(problem.x_dtype);
+}
+
 // Whether rows that end within a chunk are better off in the ring than by column.
 bool ring_holds_uneven_rows(const BackwardProblem& problem);
 

@@ -19,16 +19,16 @@ constexpr int kRingStages = sizeof(DY) > sizeof(X)     ? 3
 
 // Granules of a tensor of T beside rows of X, in a stage of a warp. An unaligned row reaches into
 // one more per team.
-template <class X, RingSpan kSpan, bool kVectorized, class T = X>
-constexpr int kRingGranules = kWarpSize * kRingChunks<X> * static_cast<int>(sizeof(T) / sizeof(X)) +
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks, class T = X>
+constexpr int kRingGranules = kWarpSize * kChunks * static_cast<int>(sizeof(T) / sizeof(X)) +
                               (kVectorized                ? 0
                                : kSpan == RingSpan::kWarp ? kWarpSize
                                                           : 1);
 
-template <class X, RingSpan kSpan, bool kVectorized, class DY = X>
-constexpr int kRingWarpBytes =
-    kRingStages<X, kSpan, DY> * kChunkBytes *
-    (kRingGranules<X, kSpan, kVectorized> + kRingGranules<X, kSpan, kVectorized, DY>);
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>, class DY = X>
+constexpr int kRingWarpBytes = kRingStages<X, kSpan, DY> * kChunkBytes *
+                               (kRingGranules<X, kSpan, kVectorized, kChunks> +
+                                kRingGranules<X, kSpan, kVectorized, kChunks, DY>);
 
 // kCount elements of T from neighbouring granules in shared memory.
 template <class T, int kCount>

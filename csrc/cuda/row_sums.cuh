@@ -3,8 +3,8 @@
 //
 // A row is held by some lanes of a warp (kWarp), by warps of a block (kBlock) or by those of a
 // cluster (kCluster) or of many blocks of a grid that runs as a whole (kGrid). Lane l of the n
-// lanes of a warp that hold a run of it owns the chunks l, l + n of the run: 16 columns, 32 bytes
-// of a 16-bit row, 64 of float32.
+// lanes of a warp that hold a run of it owns the chunks l, l + n, ... of the run: 16 columns, 32
+// bytes of a 16-bit row, 64 of float32; in some of the 16-bit rows of kWarp 24 columns.
 #pragma once
 
 #include "launch.cuh"
@@ -21,9 +21,8 @@ constexpr int kRingRowWarps = kMaxThreadsPerRow / kWarpSize;  // of a row in one
 
 // A thread's chunks of the weight, as they are in memory: loading and unpacking are two steps, so
 // that other loads can be issued between them.
-template <class X, bool kVectorized>
+template <class X, int kChunks, bool kVectorized>
 struct PackedWeight {
-  static constexpr int kChunks = kRingChunks<X>;
   static constexpr int kColumns = kChunkColumns<X>;
   Pack<X, kColumns> own[kChunks];
   Pack<float, kColumns> wide[kChunks];
@@ -46,16 +45,15 @@ struct PackedWeight {
   }
 };
 
-template <class X>
+template <class X, int kChunks>
 struct RingWeight {
-  static constexpr int kChunks = kRingChunks<X>;
   static constexpr int kColumns = kChunkColumns<X>;
   float values[kChunks][kColumns];
 
   // A missing weight is one.
   template <bool kVectorized>
-  __device__ __forceinline__ RingWeight(const PackedWeight<X, kVectorized>& packed, bool exists,
-                                        DType dtype) {
+  __device__ __forceinline__ RingWeight(const PackedWeight<X, kChunks, kVectorized>& packed,
+                                        bool exists, DType dtype) {
     const bool is_wide = sizeof(X) != sizeof(float) && dtype == DType::kFloat32;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -71,13 +69,14 @@ struct RingWeight {
 
 // The sums of (x - mean) * dy * weight and of dy * weight over a thread's chunks; x(k) and dy(k)
 // give them.
-template <class X, class ChunkOfX, class ChunkOfDy>
+template <class X, int kChunks, class ChunkOfX, class ChunkOfDy>
 __device__ __forceinline__ Sums<float> sum_chunks(const ChunkOfX& x_chunk,
                                                   const ChunkOfDy& dy_chunk,
-                                                  const RingWeight<X>& weight, float mean) {
+                                                  const RingWeight<X, kChunks>& weight,
+                                                  float mean) {
   Sums<float> sums;
 #pragma unroll
-  for (int k = 0; k < kRingChunks<X>; ++k) {
+  for (int k = 0; k < kChunks; ++k) {
     const auto x = x_chunk(k);
     const auto dy = dy_chunk(k);
     Sums<float> chunk;
@@ -133,9 +132,28 @@ __device__ __forceinline__ Sums<float> both_halves(float mine) {
   return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kWarpSize / 2)};
 }
 
-// The sums over the lanes of a row that a warp holds alone.
-__device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes) {
+// The sums over the lanes of a row that a warp holds alone. Lanes that are no power of two add as
+// the next one would whose others had nothing, for they may be followed at once by those of another
+// row; they need to know which of them this `lane` is.
+__device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes, int lane = 0) {
   if (lanes == kWarpSize) return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+  if ((lanes & (lanes - 1)) != 0) {
+    asm volatile("" : "+r"(lane));  // or what follows from it would be kept from row to row
+    int first;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(first));
+    first -= lane;
+#pragma unroll
+    for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+      if (offset >= lanes) break;
+      // All of the neighbouring `offset` lanes have the same sums by now, and the first is there if
+      // any is.
+      const int other = (lane ^ offset) & -offset;
+      const float xhat_wdy = __shfl_sync(kAllLanes, sums.xhat_wdy, first + other);
+      const float wdy = __shfl_sync(kAllLanes, sums.wdy, first + other);
+      if (other < lanes) sums.merge({xhat_wdy, wdy});
+    }
+    return sums;
+  }
 #pragma unroll
   for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
     if (offset < lanes) {
