@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(
   constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
-  ChunkMoments<A, kChunks, kColumns, kVectorized> threads[kRows];
+  ChunkMoments<A, kChunks, kColumns> threads[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll

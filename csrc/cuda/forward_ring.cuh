@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   // Moments of the warp's span; leaves the chunks of an unaligned one where they belong.
   const auto sum_span = [&](unsigned slot, auto is_whole) {
     constexpr bool kWhole = decltype(is_whole)::value;
-    ChunkMoments<float, kForwardChunks, kColumns, kVectorized> thread;
+    ChunkMoments<float, kForwardChunks, kColumns> thread;
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {

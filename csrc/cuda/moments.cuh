@@ -102,11 +102,10 @@ struct ThreadMoments {
 
 // Of up to kChunks chunks, of which the first adds nothing to the sum. (By one leading chunk of
 // eight, rstd of 20480 columns of bfloat16 behind eight of 1000 is 1.7 times as far off as it may
-// be.) Aligned rows in so many have no register to spare.
-template <class A, int kChunks, int kColumns, bool kVectorized>
-using ChunkMoments =
-    ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns, (kChunks < kForwardChunks ? 1 : 2),
-                  (kVectorized && kChunks >= kForwardChunks)>;
+// be.)
+template <class A, int kChunks, int kColumns, bool kForgets = false>
+using ChunkMoments = ThreadMoments<A, (kChunks > 1 ? kChunks - 1 : 1) * kColumns,
+                                   (kChunks < kForwardChunks ? 1 : 2), kForgets>;
 
 // Of a set of columns whose number is known from elsewhere.
 template <class A>

@@ -293,6 +293,19 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
   return std::clamp((kColumns + columns / 2) / columns, kLeast, most);
 }
 
+// Rows of one warp and more that a block works on at a time, if it has room for them: aligned ones
+// as many as stream no more than 8200 columns, 4300 of float32, but for one more where that is less
+// than 72 percent of 8192 and 4096. By what is nearest to 8000 and 4300 3072 columns of bfloat16
+// reached .94 of an elementwise sum on an H200, in two rows for three .95; 768 of float32 .94, in
+// five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row .91. Others are not
+// limited by memory: 1023 columns .87, in seven rows for eight .79.
+int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem) {
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  if (!plan.vectorized) return ((is_16_bit ? 8000 : 4300) + problem.cols / 2) / problem.cols;
+  const int64_t rows = (is_16_bit ? 8200 : 4300) / problem.cols;
+  return 100 * rows * problem.cols >= 72 * (is_16_bit ? 8192 : 4096) ? rows : rows + 1;
+}
+
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
 //
 // Fewer blocks than multiprocessors: each GPC has its own path to memory, GPCs have different
@@ -306,10 +319,7 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
 // It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095: .66
 // with 132 blocks, .59 with 116), and where fewer or more columns stream on a multiprocessor than
 // stream_threads hold (29079 x 1152 float32, three rows: .95 with 131 blocks, .91 with 115; 13085 x
-// 2560, two: .91 and .88). Rows of a block are as many as come near that,
-// or a little less or more: by 8192 and 4096 it would be five rows of 1792 columns of bfloat16, .92
-// for .93 of four, and one of 2816 of float32, .89 for .92 of two; by 8000 and 4300 three of 3072
-// of bfloat16, .94 for .95 of two, and six of 768 of float32, .94 for .96 of five.
+// 2560, two: .91 and .88).
 //
 // Clusters of more than two are as many as find a place: 4096 x 65536 bfloat16 .955 with 120
 // blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as
@@ -327,14 +337,13 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const int stream_threads = ring_threads(problem.x_dtype);
   // Blocks of a cluster on a multiprocessor, or rows of a block.
   const int64_t blocks_together = std::max(1, stream_threads / shape.threads);
-  const int64_t near = ((is_16_bit ? 7600 : 4200) + problem.cols / 2) / problem.cols;
   const int64_t most_threads = !is_16_bit                                  ? kMostCachedThreads
                                : plan.vectorized && has_one_dtype(problem) ? kMaxRingThreads
                                                                            : kMaxThreadsPerRow;
   const int64_t room = std::max<int64_t>(1, most_threads / shape.threads);
   const int64_t most_rows = in_cluster   ? 1
                             : short_rows ? short_row_warps(plan, problem) * rows_per_warp(plan)
-                                         : std::clamp<int64_t>(near, 1, room);
+                                         : std::clamp<int64_t>(block_rows(plan, problem), 1, room);
   // Few rows: smaller blocks on more multiprocessors.
   const int64_t least_rows = rows_per_warp(plan);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;

@@ -103,7 +103,8 @@ class RowTile {
 
   // The same of as many columns as `total` says.
   __device__ __forceinline__ SetMoments<A> moments(A total, A inverse_total) const {
-    ChunkMoments<A, kChunks, kColumns, kVectorized> thread;
+    constexpr bool kForgets = kVectorized && kShared > 0;  // no register is to spare there
+    ChunkMoments<A, kChunks, kColumns, kForgets> thread;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (k == kRegisters) wait();

@@ -15,7 +15,7 @@ void take_short_rows(const float* x, int rows, int cols, SetMoments<float>* resu
     Warp::run([&] {
       const int lane = static_cast<int>(threadIdx.x) % kLanes;
       const int row = first + static_cast<int>(threadIdx.x) / kLanes;
-      ChunkMoments<float, kChunks, kColumns, false> threads[1];
+      ChunkMoments<float, kChunks, kColumns> threads[1];
       for (int k = 0; k < kChunks; ++k) {
         const int column = (lane + k * kLanes) * kColumns, left = cols - column;
         Pack<float, kColumns> chunk = {};
@@ -47,7 +47,7 @@ void take_rows(const float* x, int rows, int cols, SetMoments<float>* result) {
       const int begin = warp * kSize, end = std::min(begin + kSize, whole);
       Warp::run([&] {
         const int lane = static_cast<int>(threadIdx.x);
-        ChunkMoments<float, kChunks, kColumns, false> thread;
+        ChunkMoments<float, kChunks, kColumns> thread;
         for (int k = 0; k < kChunks; ++k) {
           const int column = begin + (k * kWarpSize + lane) * kColumns;
           Pack<float, kColumns> chunk = {};
