@@ -235,6 +235,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
 
   const int64_t unit = (blockIdx.x - p.column_blocks) / (kCluster ? p.cluster_size : 1);
   const int64_t first_row = (unit * groups + group) * teams;
+  // Of a lane that is left over between two teams, beyond the last one.
   const int64_t row = !kShort || lane < lanes ? first_row + team : p.rows;
   const bool active = row < p.rows;
   // Columns from this lane's chunk k on, unclamped (see Share::left).
