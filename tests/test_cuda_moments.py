@@ -26,8 +26,8 @@ MOMENTS = ROOT / "csrc" / "cuda" / "moments.cuh"
 EPS = 1e-5
 # Columns, and whether rows are of a 16-bit type, whose chunks have eight columns.
 WIDTHS = [
-    (6, False), (7, False), (8, False), (40, False), (64, False), (76, False), (100, False),
-    (300, False), (1000, False), (4097, False), (12_289, False),
+    (5, False), (6, False), (7, False), (8, False), (40, False), (64, False), (76, False),
+    (100, False), (300, False), (1000, False), (4097, False), (12_289, False),
     (8, True), (24, True), (40, True), (56, True), (72, True), (136, True), (256, True),
     (512, True), (1000, True), (1151, True), (4096, True), (8199, True), (20_480, True),
     (27_001, True),
@@ -60,7 +60,10 @@ def moments() -> Moments:
         rows, cols = x.shape
         columns = 8 if is_16_bit else 4
         dtype = "bfloat16" if is_16_bit else "float32"
-        plan = _C.plan("forward", rows, cols, dtype, aligned=cols % columns == 0)
+        aligned = cols % columns == 0
+        plan = _C.plan("forward", rows, cols, dtype, aligned=aligned)
+        if plan["kernel"] == "elements":  # which has no chunks; they are for a y of another dtype
+            plan = _C.plan("forward", rows, cols, dtype, aligned=aligned, y_as_x=False)
         assert plan["kernel"] in ("short_rows", "rows")
         by_blocks = plan["kernel"] == "rows"
         result = torch.full((rows, 2), float("nan"))
