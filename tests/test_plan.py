@@ -367,6 +367,13 @@ def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
     for cols in (131_080, 262_144):
         assert plan(700, cols)["kernel"] == plan(700, cols, cluster_size=17)["kernel"] == "split"
     assert plan(700, 4096, kernel="few_rows")["kernel"] == "ring"
+    # Where 6144 columns stream on each, fewer multiprocessors than all.
+    for cols in (1024, 1536, 2048, 3072, 6144):
+        chosen = plan(60_000, cols)
+        assert chosen["rows_per_block"] * cols == 6144 and chosen["blocks"] < 120
+    for cols in (4096, 8192):
+        chosen = plan(60_000, cols)
+        assert chosen["rows_per_block"] * cols == 8192 and chosen["blocks"] > 120
 
 
 @pytest.mark.parametrize("dtype", SMALL)

@@ -171,9 +171,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // Who owns what. A team's run begins at column `begin` of the row and has `run` columns; the
   // lane's first is `column` of it.
-  const int warp = threadIdx.x / kWarpSize;
+  const int warp = warp_index();
   const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
-  const int lane = threadIdx.x % kLanes;
+  const int lane =  // whichever spills less
+      kShort || (kCluster && kIs16Bit<X>) ? threadIdx.x % kLanes : lane_index();
   const int group = kShort ? warp : warp / p.warps;
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int rank = kCluster ? cluster_rank() : 0;
@@ -285,8 +286,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   dx_step = static_cast<int64_t>(keep(static_cast<int>(dx_step >> 32))) << 32 |
             static_cast<unsigned>(keep(static_cast<int>(dx_step)));
   char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin);
+  // `amid`: what is done when dx has been worked out.
   const auto finish_row = [&](const Values& x_values, const Values& dy_values, unsigned slot,
-                              float mean, float rstd, const Sums<float>& sums) {
+                              float mean, float rstd, const Sums<float>& sums, const auto& amid) {
     const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
     const unsigned shifted = reinterpret_cast<uintptr_t>(dx) % kChunkBytes;
     const unsigned mine = slot + shifted + column * kSize;  // in the place of x
@@ -303,6 +305,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
         out[s][i] = gradient.dx(centred, scaled, weight[s][i]);
       }
     }
+    amid();
     Columns::store(out, mine, left);
     __syncwarp();
     if (!kShort || row < p.rows) {
@@ -354,7 +357,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       load_row(x_values, dy_values, slot, x_low, dy_low);
       const Sums<float> sums =
           sum_row_lanes(Columns::sum(x_values, dy_values, weight, mean), kLanes);
-      finish_row(x_values, dy_values, slot, mean, rstd, sums);
+      finish_row(x_values, dy_values, slot, mean, rstd, sums, [] {});
       copy_row(slot);
       slot = next_slot(slot);
       x_low += static_cast<unsigned>(x_step);
@@ -363,14 +366,16 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   } else {
     float next_mean, next_rstd;
     unsigned next_x_low = x_low, next_dy_low = dy_low;
-    const auto post_row = [&](int i, unsigned from) {
+    // This lane's sums of row i. `amid`: what is done before the arithmetic.
+    const auto sum_row = [&](int i, unsigned from, const auto& amid) {
       statistics_of(i, next_mean, next_rstd);
       __syncwarp();  // the lanes' copies have arrived
       Values x_values, dy_values;
       load_row(x_values, dy_values, from, next_x_low, next_dy_low);
-      exchange.post(i, Columns::sum(x_values, dy_values, weight, next_mean));
       next_x_low += static_cast<unsigned>(x_step);
       next_dy_low += static_cast<unsigned>(dy_step);
+      amid();
+      return Columns::sum(x_values, dy_values, weight, next_mean);
     };
     if constexpr (kCluster) {
       cluster_wait();
@@ -379,23 +384,44 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     }
     if (count > 0) {
       wait_copies<kStages - 1>();
-      post_row(0, slot);
+      const Sums<float> mine = sum_row(0, slot, [] {});
+      exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy));
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const unsigned next = next_slot(slot);
       mean = next_mean;
       rstd = next_rstd;
-      if (i + 1 < count) {
-        wait_copies<kStages - 2>();
-        post_row(i + 1, next);
+      Sums<float> mine, sums;
+      const auto sum_next = [&](const auto& amid) {
+        if (i + 1 < count) {
+          wait_copies<kStages - 2>();
+          mine = sum_row(i + 1, next, amid);
+        } else {
+          amid();
+        }
+      };
+      const auto post_next = [&](float half) {
+        if (i + 1 < count) exchange.post(i + 1, half);
+      };
+      const auto finish = [&](const auto& amid) {
+        Values x_values, dy_values;
+        load_row(x_values, dy_values, slot, x_low, dy_low);
+        x_low += static_cast<unsigned>(x_step);
+        dy_low += static_cast<unsigned>(dy_step);
+        finish_row(x_values, dy_values, slot, mean, rstd, sums, amid);
+      };
+      if constexpr (kSpan == RingSpan::kBlock) {  // as in the ring
+        const auto fetched = exchange.fetch(i);
+        sum_next([&] { sums = exchange.merge(fetched); });
+        const float half = sum_halves(mine.xhat_wdy, mine.wdy);
+        finish([&] { post_next(half); });
+      } else {
+        sum_next([] {});
+        post_next(sum_halves(mine.xhat_wdy, mine.wdy));
+        sums = exchange.merge(exchange.fetch(i));
+        finish([] {});
       }
-      const Sums<float> sums = exchange.collect(i);
-      Values x_values, dy_values;
-      load_row(x_values, dy_values, slot, x_low, dy_low);
-      x_low += static_cast<unsigned>(x_step);
-      dy_low += static_cast<unsigned>(dy_step);
-      finish_row(x_values, dy_values, slot, mean, rstd, sums);
       copy_row(slot);
       slot = next;
     }

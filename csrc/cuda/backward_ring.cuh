@@ -151,7 +151,14 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
 
   // Who owns what. Lane `lane` of a team owns the chunks first, first + lanes, ... of its run,
   // which begins at column `begin` of the row and has `run` columns.
-  const int warp = threadIdx.x / kWarpSize;
+  //
+  // Aligned rows of a block are limited by memory, and do better if ptxas does not know that warps
+  // are whole. It then has them wait for the statistics of the next row in each turn, and so ask
+  // for less at once: of the time that 131072 x 1024 bfloat16 takes on an H200 27 percent, 197 us
+  // in all. Without that wait they take 219 us, and by wait_copies for one more row 209 us; those
+  // that are not limited by memory are 2 to 9 percent faster for it.
+  constexpr bool kByMemory = kVectorized && kSpan == RingSpan::kBlock;
+  const int warp = kByMemory ? threadIdx.x / kWarpSize : warp_index();
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
   const int pitch = kWarpSize / teams;  // lanes from one team to the next
@@ -206,12 +213,13 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // ---- copies into the ring
 
   // This lane's first granule of the row to be copied next, as far into a granule as the run is.
-  const char* x =
-      reinterpret_cast<const char*>(p.x + first * p.x_row_stride + begin) + lane * kChunkBytes;
-  const char* dy =
-      reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + begin) + lane * kChunkBytes;
-  unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));  // of the row summed next
+  const char* x = reinterpret_cast<const char*>(p.x + first * p.x_row_stride + begin);
+  const char* dy = reinterpret_cast<const char*>(p.dy + first * p.dy_row_stride + begin);
+  // Of the run in the row summed next. (Of the run, not of the lane: the same in the warp.)
+  unsigned x_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(x));
   unsigned dy_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dy));
+  x += lane * kChunkBytes;
+  dy += lane * kChunkBytes;
   int to_copy = kShares && idle ? 0 : count;
   int64_t copied_row = first;
   // A team that has another row to come does not reach the end of the tensor.
@@ -279,8 +287,8 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
   }();
   if constexpr (kSpan == RingSpan::kCluster) cluster_arrive();
-  const float* mean_of = p.mean + first;
-  const float* rstd_of = p.rstd + first;
+  const float* mean_of = p.mean + as_of_a_lane(first);
+  const float* rstd_of = p.rstd + as_of_a_lane(first);
   int64_t loaded_row = first;
   int to_load = count;
   const auto load_statistics = [&](float& mean, float& rstd) {
@@ -362,10 +370,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     return load_shared_pack<DY, kColumns>(slot + dy_place + k * dy_step_of_chunks);
   };
 
-  // The sums of (x - mean) * dy * weight and of dy * weight over this thread's columns.
-  const auto sum_row = [&](unsigned slot, float mean) {
+  // The sums of (x - mean) * dy * weight and of dy * weight over this thread's columns. `amid`:
+  // what is done before the arithmetic.
+  const auto sum_row = [&](unsigned slot, float mean, const auto& amid) {
     if constexpr (kShares) __syncwarp();  // the lanes' copies have arrived
     if constexpr (kVectorized) {
+      amid();
       return sum_chunks<X>([&](int k) { return load_x(slot, k); },
                            [&](int k) { return load_dy(slot, k); }, weight, mean);
     } else {
@@ -411,6 +421,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       const Sums<float> sums = sum_chunks<X>(
           [&](int k) {
             if (k % kTogether == 0) align_chunks(k);
+            if (k == 0) amid();
             return x_chunks.chunk(k % kTogether);
           },
           [&](int k) { return dy_chunks.chunk(k % kTogether); }, weight, mean);
@@ -420,14 +431,18 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
   };
 
-  char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin) + lane * kChunkBytes;
-  const auto finish_row = [&](unsigned slot, float mean, float rstd, const Sums<float>& sums) {
+  char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin);
+  unsigned dx_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dx));
+  dx += lane * kChunkBytes;
+  // `amid`: what is done when the first chunk has been worked out.
+  const auto finish_row = [&](unsigned slot, float mean, float rstd, const Sums<float>& sums,
+                              const auto& amid) {
     const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
     const bool active = !kShort || row < p.rows;
     // Where dx is aligned, as a new tensor is beside views of others, it takes no detour: 16384 x
     // 8192 bfloat16, x and dy one element off, took 252 us on an H200 with it, 232 us so. (A grid
     // has no registers for the choice.)
-    const int shifted = static_cast<int>(reinterpret_cast<uintptr_t>(dx) % kChunkBytes);
+    const int shifted = dx_low % kChunkBytes;
     const bool straight = kVectorized || (!kGrid && shifted == 0 && run % kColumns == 0);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -452,6 +467,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         }
         out.set_pair(i, values[0], values[1]);
       }
+      if (k == 0) amid();
       if (straight) {
         if (active && left_of(k) > 0) {
           store_pack(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
@@ -513,6 +529,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
     if constexpr (kShares) __syncwarp();  // before the slot is filled again
     dx += p.dx_step;
+    dx_low += static_cast<unsigned>(p.dx_step);
     row += stride;
   };
 
@@ -525,7 +542,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       wait_copies<kStages - 1>();
-      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean), lanes, lane));
+      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean, [] {}), lanes, lane), [] {});
       copy_row(slot);
       slot = next_slot(slot);
       mean = next_mean;
@@ -543,7 +560,8 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
     if (count > 0) {
       wait_copies<kFirstStages - 1>();
-      exchange.post(0, sum_row(slot, mean));
+      const Sums<float> mine = sum_row(slot, mean, [] {});
+      exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy));
     }
 #pragma unroll 1
     for (int s = kFirstStages; s < kStages; ++s) copy_row(ring + s * kStageBytes);
@@ -556,30 +574,43 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       const unsigned next = next_slot(slot);
-      // Among the arithmetic of the next row's sums there is time for what it takes to get these:
-      // 65536 x 2047 bfloat16 in shifted chunks took 249 us on an H200 otherwise, 238 us so. For
-      // aligned rows it is all the same; clusters would wait longer (8192 x 16383: 270 and 281 us).
-      constexpr bool kEarly = kSpan == RingSpan::kBlock && !kVectorized;
-      Sums<float> sums;
-      if constexpr (kEarly) sums = exchange.collect(i);
       // 1024 x 262144 bfloat16 took 532 us on an H200 with this early look, 601 us without.
       [[maybe_unused]] uint64_t seen = 0;
       if constexpr (kGrid) seen = exchange.look(i);
-      if (i + 1 < count) {
-        wait_copies<kStages - 2>();
-        exchange.post(i + 1, sum_row(next, next_mean));
+      Sums<float> mine, sums;
+      const auto sum_next = [&](const auto& amid) {
+        if (i + 1 < count) {
+          wait_copies<kStages - 2>();
+          mine = sum_row(next, next_mean, amid);
+        } else {
+          amid();
+        }
+      };
+      const auto post_next = [&](float half) {
+        if (i + 1 < count) exchange.post(i + 1, half);
+      };
+      if constexpr (kSpan == RingSpan::kBlock && !kVectorized) {
+        // Both chains of shuffles, of this row's sums and of the next one's, among arithmetic that
+        // needs neither.
+        const float fetched = exchange.fetch(i);
+        sum_next([&] { sums = exchange.merge(fetched); });
+        const float half = sum_halves(mine.xhat_wdy, mine.wdy);
+        finish_row(slot, mean, rstd, sums, [&] { post_next(half); });
+      } else {
+        sum_next([] {});
+        post_next(sum_halves(mine.xhat_wdy, mine.wdy));
+        if constexpr (kGrid) {
+          // Before row i is waited for, so that row i + 1 is on its way for a whole turn: 512 x
+          // 262144 float32 took 565 us on an H200 when it was relayed afterwards, without this
+          // barrier, 439 us so. (Rows of a 16-bit type two ahead: the same time as one.)
+          __syncthreads();
+          if (i + 1 < count) exchange.relay(i + 1);
+          sums = exchange.collect(i, seen);
+        } else {
+          sums = exchange.merge(exchange.fetch(i));
+        }
+        finish_row(slot, mean, rstd, sums, [] {});
       }
-      if constexpr (kGrid) {
-        // Before row i is waited for, so that row i + 1 is on its way for a whole turn: 512 x
-        // 262144 float32 took 565 us on an H200 when it was relayed afterwards, without this
-        // barrier, 439 us so. (Rows of a 16-bit type two ahead: the same time as one.)
-        __syncthreads();
-        if (i + 1 < count) exchange.relay(i + 1);
-        sums = exchange.collect(i, seen);
-      } else if constexpr (!kEarly) {
-        sums = exchange.collect(i);
-      }
-      finish_row(slot, mean, rstd, sums);
       copy_row(slot);
       if constexpr (kGrid) {
         if (--share_turns == 0 && shares_left > 1) leave_share();

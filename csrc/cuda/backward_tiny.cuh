@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
   constexpr unsigned kStageBytes = Tile::kGranules * kChunkBytes;
   __shared__ Storage memory[kWarps];
 
-  const int warp = threadIdx.x / kWarpSize;
+  const int warp = warp_index();
   const int team = threadIdx.x % kWarpSize / kLanes;
   const int cols = static_cast<int>(p.cols);
   const Run run(cols);

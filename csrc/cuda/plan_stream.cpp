@@ -278,32 +278,43 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
+// Columns that stream on a multiprocessor, at its best, where rows take a warp or more. Beside a
+// float32 dy a column takes half as much again in the ring: 65536 x 1024 bfloat16, with eight rows
+// in a block, took 147 us on an H200, with seven 143.6 us, with six 134.6 us, with five 165 us.
+int64_t stream_columns(const BackwardProblem& problem) {
+  if (size_in_bytes(problem.x_dtype) != 2) return 4096;
+  return has_wide_dy(problem) ? 6144 : 8192;
+}
+
 // Warps of a block whose rows take a warp or a part of one: so many that near to 7400 columns of a
-// 16-bit type stream, and ten of float32. Of an elementwise sum, on an H200, with 16 warps on 120
-// multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and .93, 512 .93 and .95; in
-// three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95; float32, with 16 on 132 and
-// 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97, 512 .95 and .95.
+// 16-bit type stream, 5400 beside a float32 dy, and ten of float32. Of an elementwise sum, on an
+// H200, with 16 warps on 120 multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and
+// .93, 512 .93 and .95; in three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95;
+// float32, with 16 on 132 and 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97,
+// 512 .95 and .95.
 int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem) {
-  constexpr int64_t kColumns = 7400, kLeast = 8, kFloatWarps = 10;
+  constexpr int64_t kColumns = 7400, kColumnsOfWideDy = 5400, kLeast = 8, kFloatWarps = 10;
   if (size_in_bytes(problem.x_dtype) != 2) return kFloatWarps;
   const int64_t most = plan.chunks_per_thread == kMostLaneChunks && !plan.packed
                            ? kWideLaneWarps
                            : kMaxThreadsPerRow / kWarpSize;
   const int64_t columns = problem.cols * rows_per_warp(plan);
-  return std::clamp((kColumns + columns / 2) / columns, kLeast, most);
+  const int64_t wanted = has_wide_dy(problem) ? kColumnsOfWideDy : kColumns;
+  return std::clamp((wanted + columns / 2) / columns, kLeast, most);
 }
 
 // Rows of one warp and more that a block works on at a time, if it has room for them: aligned ones
-// as many as stream no more than 8200 columns, 4300 of float32, but for one more where that is less
-// than 72 percent of 8192 and 4096. By what is nearest to 8000 and 4300 3072 columns of bfloat16
-// reached .94 of an elementwise sum on an H200, in two rows for three .95; 768 of float32 .94, in
-// five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row .91. Others are not
-// limited by memory: 1023 columns .87, in seven rows for eight .79.
+// as many as stream no more than the best number of columns (and a few more, 4300 of float32), but
+// for one more where that is less than 72 percent of it. By what is nearest to 8000 and 4300 3072
+// columns of bfloat16 reached .94 of an elementwise sum on an H200, in two rows for three .95; 768
+// of float32 .94, in five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row
+// .91. Others are not limited by memory: 1023 columns .87, in seven rows for eight .79.
 int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem) {
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   if (!plan.vectorized) return ((is_16_bit ? 8000 : 4300) + problem.cols / 2) / problem.cols;
-  const int64_t rows = (is_16_bit ? 8200 : 4300) / problem.cols;
-  return 100 * rows * problem.cols >= 72 * (is_16_bit ? 8192 : 4096) ? rows : rows + 1;
+  const int64_t best = stream_columns(problem);
+  const int64_t rows = (is_16_bit ? best + 8 : 4300) / problem.cols;
+  return 100 * rows * problem.cols >= 72 * best ? rows : rows + 1;
 }
 
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
@@ -355,18 +366,16 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
   const int some = sms - sms / 8;
   if (short_rows) return sms;
-  // Columns that stream on a multiprocessor, as a share of those of stream_threads.
+  // Columns that stream on a multiprocessor, in parts of the best.
   const double columns = static_cast<double>(problem.cols) *
                          static_cast<double>(in_cluster ? blocks_together : most_rows) /
-                         static_cast<double>(stream_threads * plan.chunks_per_thread *
-                                             chunk_columns(problem.x_dtype) * shape.cluster_size);
+                         static_cast<double>(stream_columns(problem) * shape.cluster_size);
+  const bool by_memory = plan.vectorized && columns >= 0.9 && columns <= 1.1;
   if (in_cluster) {
-    const bool fewer = plan.vectorized && columns >= 0.9 &&
-                       shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
+    const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
     const int all = resident_clusters(shape.cluster_size, blocks_together, device);
     return (fewer ? some / shape.cluster_size : all) * shape.cluster_size;
   }
-  const bool by_memory = plan.vectorized && columns >= 0.9 && columns <= 1.1;
   const int blocks = !plan.vectorized ? sms : ((by_memory ? some : sms) - 1) | 1;
   const int merged = least_merged(blocks, problem);
   if (merged == 1) return blocks;

@@ -51,10 +51,10 @@ class RingExchange {
     }
   }
 
-  __device__ __forceinline__ void post(int row, const Sums<float>& sums) {
+  // `mine`: from sum_halves.
+  __device__ __forceinline__ void post(int row, float mine) {
     const int lane = threadIdx.x % kWarpSize;
     const int turn = row % kExchanges;
-    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
     if constexpr (kCluster) {
       if (threadIdx.x == 0) {
         arrive_and_expect(barriers_ + turn * sizeof(uint64_t),
@@ -73,22 +73,30 @@ class RingExchange {
     }
   }
 
-  // The sums of a row that all its warps have posted.
-  __device__ __forceinline__ Sums<float> collect(int row) const {
+  // What this lane adds to the sums of a row that all its warps have posted: for merge.
+  __device__ __forceinline__ auto fetch(int row) const {
     const int lane = threadIdx.x % kWarpSize;
     const int turn = row % kExchanges;
     wait_barrier<kCluster>(barriers_ + turn * sizeof(uint64_t), row / kExchanges % 2);
     const unsigned slots = slots_ + turn * kTurnBytes;
     if constexpr (kCluster) {
-      return sum_row_cluster(slots, warps_ * cluster_size_);
+      return sum_cluster_pairs(slots, warps_ * cluster_size_);
     } else {
-      float mine;
+      float mine;  // slots of warps that do not exist are zero
       asm volatile("ld.shared.f32 %0, [%1];"
                    : "=f"(mine)
                    : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
                    : "memory");
-      return sum_row_warps(mine);  // slots of warps that do not exist are zero
+      return mine;
     }
+  }
+
+  // The sums of the row.
+  static __device__ __forceinline__ Sums<float> merge(float fetched) {
+    return sum_row_warps(fetched);
+  }
+  static __device__ __forceinline__ Sums<float> merge(const Sums<float>& fetched) {
+    return both_halves(sum_halves(fetched.xhat_wdy, fetched.wdy));
   }
 
  private:
@@ -126,10 +134,9 @@ class RingExchange<RingSpan::kGrid> {
     }
   }
 
-  // What this warp has of a row.
-  __device__ __forceinline__ void post(int row, const Sums<float>& sums) const {
+  // What this warp has of a row; `mine`: from sum_halves.
+  __device__ __forceinline__ void post(int row, float mine) const {
     const int lane = threadIdx.x % kWarpSize;
-    const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
     if (lane % (kWarpSize / 2) == 0) {
       storage_.warps[row % 2][lane / (kWarpSize / 2) * kRingRowWarps + warp_] = mine;
     }

@@ -139,9 +139,7 @@ __device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes
   if (lanes == kWarpSize) return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
   if ((lanes & (lanes - 1)) != 0) {
     asm volatile("" : "+r"(lane));  // or what follows from it would be kept from row to row
-    int first;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(first));
-    first -= lane;
+    const int first = lane_index() - lane;
 #pragma unroll
     for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
       if (offset >= lanes) break;
@@ -174,8 +172,9 @@ __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
   return both_halves(mine);
 }
 
-// The sums over all warps of a cluster, from the pairs that they have left in shared memory.
-__device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
+// A lane's share of the sums over all warps of a cluster, from the pairs that they have left in
+// shared memory.
+__device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int warps) {
   Sums<float> sums;
   for (int i = threadIdx.x % kWarpSize; i < warps; i += kWarpSize) {
     Sums<float> other;
@@ -185,7 +184,12 @@ __device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps
                  : "memory");
     sums.merge(other);
   }
-  return both_halves(sum_halves(sums.xhat_wdy, sums.wdy));
+  return sums;
+}
+
+__device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
+  const Sums<float> mine = sum_cluster_pairs(pairs, warps);
+  return both_halves(sum_halves(mine.xhat_wdy, mine.wdy));
 }
 
 }  // namespace fastnorm::cuda

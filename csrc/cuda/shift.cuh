@@ -8,6 +8,23 @@ namespace fastnorm::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// What is the same in all lanes of a warp, for ptxas to know it: branches and loops that follow
+// from it are taken by whole warps then. Else each shuffle in them asks first whether all lanes are
+// there (BRA.DIV), which costs instructions and keeps the arithmetic before from that behind.
+__device__ __forceinline__ int same_in_warp(int value) { return __shfl_sync(kAllLanes, value, 0); }
+
+// This thread's warp in a block of one dimension.
+__device__ __forceinline__ int warp_index() {
+  return same_in_warp(static_cast<int>(threadIdx.x) / kWarpSize);
+}
+
+// This thread's lane, asked for anew wherever it is needed: one register less, for threadIdx.x.
+__device__ __forceinline__ int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // A granule, or a chunk that fills one.
 struct Granule {
   uint32_t words[4];
