@@ -32,6 +32,7 @@ def plan(
     dw_db: bool = True,
     one_dtype: bool = True,
     y_as_x: bool = True,
+    dy_dtype: DtypeName | None = None,
     sm_count: int = 132,
     compute_capability: int = 90,
     large_clusters: int = 7,
