@@ -370,10 +370,12 @@ def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
     # Where 6144 columns stream on each, fewer multiprocessors than all.
     for cols in (1024, 1536, 2048, 3072, 6144):
         chosen = plan(60_000, cols)
-        assert chosen["rows_per_block"] * cols == 6144 and chosen["blocks"] < 120
+        assert chosen["rows_per_block"] * cols == 6144
+        assert chosen["blocks"] < 120
     for cols in (4096, 8192):
         chosen = plan(60_000, cols)
-        assert chosen["rows_per_block"] * cols == 8192 and chosen["blocks"] > 120
+        assert chosen["rows_per_block"] * cols == 8192
+        assert chosen["blocks"] > 120
 
 
 @pytest.mark.parametrize("dtype", SMALL)

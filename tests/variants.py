@@ -211,6 +211,11 @@ def _widths(
             for cols in (end - 1, end + 1):
                 if cols > 0 and _fits(plan(cols), request):
                     found.setdefault(cols, False)
+    for cols in range(1, 64):  # the plan of very short rows changes within a chunk as well
+        code = _code(plan(cols))
+        if code not in seen and _fits(plan(cols), request):
+            found[cols] = True
+            seen.add(code)
     return tuple(sorted(found.items()))
 
 
