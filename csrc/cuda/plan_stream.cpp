@@ -329,8 +329,8 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem) {
 //
 // It is otherwise where memory does not set the pace: where rows are not aligned (32768 x 4095: .66
 // with 132 blocks, .59 with 116), and where fewer or more columns stream on a multiprocessor than
-// stream_threads hold (29079 x 1152 float32, three rows: .95 with 131 blocks, .91 with 115; 13085 x
-// 2560, two: .91 and .88).
+// is best (29079 x 1152 float32, three rows: .95 with 131 blocks, .91 with 115; 13085 x 2560, two:
+// .91 and .88).
 //
 // Clusters of more than two are as many as find a place: 4096 x 65536 bfloat16 .955 with 120
 // blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as

@@ -96,7 +96,7 @@ class RingExchange {
     return sum_row_warps(fetched);
   }
   static __device__ __forceinline__ Sums<float> merge(const Sums<float>& fetched) {
-    return both_halves(sum_halves(fetched.xhat_wdy, fetched.wdy));
+    return sum_row_lanes(fetched, kWarpSize);
   }
 
  private:

@@ -188,8 +188,7 @@ __device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int war
 }
 
 __device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
-  const Sums<float> mine = sum_cluster_pairs(pairs, warps);
-  return both_halves(sum_halves(mine.xhat_wdy, mine.wdy));
+  return sum_row_lanes(sum_cluster_pairs(pairs, warps), kWarpSize);
 }
 
 }  // namespace fastnorm::cuda
