@@ -100,9 +100,11 @@ py::dict describe_block(const Plan& plan) {
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
               bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x,
               const std::optional<std::string>& dy_dtype, int sm_count, int compute_capability,
-              int large_clusters, bool whole_grids, const std::optional<std::string>& kernel,
+              int large_clusters, bool whole_grids, int memory_bandwidth,
+              const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
-  const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids};
+  const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
+                                      memory_bandwidth};
   const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
@@ -125,6 +127,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
       device, request);
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
+  result["whole_warps"] = plan.whole_warps;
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
   result["partials"] = plan.partials;
@@ -156,8 +159,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("y_as_x") = true,
         py::arg("dy_dtype") = py::none(), py::arg("sm_count") = 132,
         py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
-        py::arg("whole_grids") = true, py::arg("kernel") = py::none(),
-        py::arg("weight_grads") = py::none(), py::arg("cluster_size") = py::none(),
+        py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
+        py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
+        py::arg("cluster_size") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",

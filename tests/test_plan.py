@@ -775,18 +775,45 @@ def test_wrong_arguments(args: tuple, kwargs: dict[str, str], words: list[str]) 
         assert word in str(raised.value)
 
 
+# Slower memory wants less asked for at once: three quarters, in GB/s of an H200 and of an H100.
+@pytest.mark.parametrize(("bandwidth", "part"), [(4800, 1), (0, 1), (3352, 0.75)])
 @pytest.mark.parametrize("dtype", SMALL)
-def test_columns_that_stream_on_a_multiprocessor(dtype: str) -> None:
+def test_columns_that_stream_on_a_multiprocessor(dtype: str, bandwidth: int, part: float) -> None:
     """Of aligned rows in the ring, near to the 8192 (float32: 4096) that memory asks for: for no
-    width fewer than half of them, for few fewer than 0.6, and no more than one and a half times.
+    width fewer than half of them, for few fewer than 0.6, and no more than one and a half times,
+    but for rows of which a block has no fewer: the largest of a block or a cluster.
     """
-    enough = 4096 if dtype == "float32" else 8192
+    enough = (4096 if dtype == "float32" else 8192) * part
     shares = {}
+    least = set()
     for cols in range(544, 49_152, 8):
-        plan = _C.plan("backward", 10_000_000 // cols * 100, cols, dtype)
+        plan = _C.plan(
+            "backward", 10_000_000 // cols * 100, cols, dtype, memory_bandwidth=bandwidth
+        )
         assert plan["kernel"] == "ring"
         rows_at_once = plan["blocks"] // plan["cluster_size"] * plan["rows_per_block"]
         shares[cols] = rows_at_once * cols / (132 * enough)
+        if plan["rows_per_block"] == 1:
+            least.add(cols)
     assert min(shares.values()) >= 0.5, min(shares, key=shares.__getitem__)
-    assert max(shares.values()) <= 1.5, max(shares, key=shares.__getitem__)
+    most = {cols: share for cols, share in shares.items() if part == 1 or cols not in least}
+    assert max(most.values()) <= 1.5, max(most, key=most.__getitem__)
+    assert max(shares.values()) <= 1.5 / part, max(shares, key=shares.__getitem__)
     assert sum(share < 0.6 for share in shares.values()) < 0.02 * len(shares)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_whole_warps_where_slow_memory_is_asked_for_too_much(dtype: str) -> None:
+    def plan(cols: int, bandwidth: int = 3352, **call: Any) -> dict[str, Any]:
+        return _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=bandwidth, **call)
+
+    for cols in (4096, 8192):
+        assert plan(cols)["whole_warps"]
+        assert plan(cols)["blocks"] == 115
+        assert not plan(cols, bandwidth=4800)["whole_warps"]
+        assert not plan(cols, bandwidth=0)["whole_warps"]
+        assert not plan(cols, aligned=False)["whole_warps"]
+        assert not plan(cols, dy_dtype="float32")["whole_warps"]
+    for cols in (64, 1024, 3072, 5120, 12_288, 16_384):
+        assert not plan(cols)["whole_warps"]
+    assert not _C.plan("backward", 65_536, 4096, "float32", memory_bandwidth=3352)["whole_warps"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -63,25 +63,23 @@ MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hol
 class Device:
     sm_count: int
     compute_capability: int
+    memory_bandwidth: int  # GB/s
 
     @staticmethod
     def current() -> Device:
         properties = torch.cuda.get_device_properties()
-        return Device(properties.multi_processor_count, properties.major * 10 + properties.minor)
-
-
-H200 = Device(132, 90)
+        return Device(
+            properties.multi_processor_count,
+            properties.major * 10 + properties.minor,
+            properties.memory_clock_rate * 2 * (properties.memory_bus_width // 8) // 1_000_000,
+        )
 
 
 def plan_here(
     direction: str, rows: int, cols: int, dtype: torch.dtype, **call: Any
 ) -> dict[str, Any]:
     """The plan for the current GPU."""
-    device = Device.current()
-    return _C.plan(
-        direction, rows, cols, name_of(dtype),
-        sm_count=device.sm_count, compute_capability=device.compute_capability, **call,
-    )  # fmt: skip
+    return _C.plan(direction, rows, cols, name_of(dtype), **asdict(Device.current()), **call)
 
 
 @dataclass(frozen=True)
@@ -129,6 +127,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("weight_grads"),
         plan.get("shared_bytes", 0) > 44 * 1024,
         plan.get("gathers"),
+        plan.get("whole_warps"),
     )
 
 
@@ -183,8 +182,7 @@ def _widths(
     per_chunk = 16 // bytes_of_x
     call: dict[str, Any] = {
         "dtype": DTYPE_OF_BYTES[bytes_of_x],
-        "sm_count": device.sm_count,
-        "compute_capability": device.compute_capability,
+        **asdict(device),
         **dict(dtypes),
         **request,
     }
@@ -283,7 +281,7 @@ def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call
                 call.direction, call.rows, call.cols,
                 {
                     "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
-                    "sm_count": device.sm_count, "compute_capability": device.compute_capability,
+                    **asdict(device),
                     **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
                     **dict(call.request),
                 },

@@ -127,8 +127,9 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
 // in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
+// kWholeWarps: ptxas knows that all lanes of a warp are there.
 template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached,
-          int kChunks = kRingChunks<X>>
+          int kChunks = kRingChunks<X>, bool kWholeWarps = true>
 __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
@@ -157,9 +158,11 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // are whole. It then has them wait for the statistics of the next row in each turn, and so ask
   // for less at once: of the time that 131072 x 1024 bfloat16 takes on an H200 27 percent, 197 us
   // in all. Without that wait they take 219 us, and by wait_copies for one more row 209 us. Others
-  // are up to 9 percent faster where ptxas knows.
-  constexpr bool kByMemory = kVectorized && kSpan == RingSpan::kBlock;
-  const int warp = kByMemory ? threadIdx.x / kWarpSize : warp_index();
+  // are up to 9 percent faster where ptxas knows, and so are, on an H100, such rows of which more
+  // stream than its memory wants; they wait for those statistics before they finish a row. 32768 x
+  // 4096 took 284 us there without whole warps, 274 us so, 16384 x 8192 291 us and 279 us.
+  constexpr bool kBrakes = kWholeWarps && kVectorized && kSpan == RingSpan::kBlock;
+  const int warp = kWholeWarps ? warp_index() : threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
   const int pitch = kWarpSize / teams;  // lanes from one team to the next
@@ -611,6 +614,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         } else {
           sums = exchange.merge(exchange.fetch(i));
         }
+        if constexpr (kBrakes) later_mean = keep(later_mean);
         finish_row(slot, mean, rstd, sums, [] {});
       }
       copy_row(slot);
@@ -681,12 +685,13 @@ cudaError_t count_ring_clusters(DeviceProperties& properties) {
 template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
-  const auto launch_span = [&](auto span, auto cached, auto chunks) {
+  constexpr bool kPlain = kVectorized && std::is_same_v<X, DY>;
+  const auto launch_span = [&](auto span, auto cached, auto chunks, auto whole_warps) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kChunks = decltype(chunks)::value;
-    const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value, kChunks>;
+    const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value, kChunks,
+                                      decltype(whole_warps)::value>;
     constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY>;
-    constexpr bool kPlain = kVectorized && std::is_same_v<X, DY>;
     constexpr bool kLarge = kSpan == RingSpan::kBlock && kPlain && kIs16Bit<X>;
     constexpr bool kWideLanes = kChunks > kRingChunks<X> && !kPlain;
     constexpr int kMostWarps = kLarge ? kRingWarps : kWideLanes ? kWideLaneWarps : kRingRowWarps;
@@ -707,10 +712,11 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     }
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;
+  const std::true_type cached, whole_warps;
   if (plan.cluster_size > kLargeClusterSize) {
     if constexpr (std::is_same_v<X, DY>) {
-      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), std::true_type(),
-                         chunks);
+      return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), cached, chunks,
+                         whole_warps);
     } else {
       return cudaErrorInvalidValue;
     }
@@ -719,22 +725,25 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     const std::integral_constant<RingSpan, RingSpan::kCluster> cluster;
     if constexpr (sizeof(X) == 4 && kVectorized) {
       if (plan.threads_per_row > kMostCachedThreads) {
-        return launch_span(cluster, std::false_type(), chunks);
+        return launch_span(cluster, std::false_type(), chunks, whole_warps);
       }
     }
-    return launch_span(cluster, std::true_type(), chunks);
+    return launch_span(cluster, cached, chunks, whole_warps);
   }
   if (plan.threads_per_row > kWarpSize) {
-    return launch_span(std::integral_constant<RingSpan, RingSpan::kBlock>(), std::true_type(),
-                       chunks);
+    const std::integral_constant<RingSpan, RingSpan::kBlock> block;
+    if constexpr (kPlain && kIs16Bit<X>) {
+      if (plan.whole_warps) return launch_span(block, cached, chunks, whole_warps);
+    }
+    return launch_span(block, cached, chunks, std::bool_constant<!kVectorized>());
   }
   const std::integral_constant<RingSpan, RingSpan::kWarp> warp;
   if constexpr (kIs16Bit<X>) {
     if (plan.chunks_per_thread == kMostLaneChunks) {
-      return launch_span(warp, std::true_type(), std::integral_constant<int, kMostLaneChunks>());
+      return launch_span(warp, cached, std::integral_constant<int, kMostLaneChunks>(), whole_warps);
     }
   }
-  return launch_span(warp, std::true_type(), chunks);
+  return launch_span(warp, cached, chunks, whole_warps);
 }
 
 }  // namespace fastnorm::cuda

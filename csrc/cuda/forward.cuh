@@ -453,8 +453,6 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
   switch (shape) {
     case 11:
       return launch_rows(forward_short_rows<X, Y, W, 1, 1, kVectorized>);
-    case 12:
-      return launch_rows(forward_short_rows<X, Y, W, 1, 2, kVectorized>);
     case 22:
       return launch_rows(forward_short_rows<X, Y, W, 2, 2, kVectorized>);
     case 42:
@@ -469,6 +467,10 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
       return launch_rows(forward_short_rows<X, Y, W, 32, 3, kVectorized>);
     case 324:
       return launch_rows(forward_short_rows<X, Y, W, 32, 4, kVectorized>);
+  }
+  // Two chunks of whole ones of one type are in a lane each.
+  if constexpr (!kVectorized || !kOneType<X, Y, W> || std::is_same_v<X, double>) {
+    if (shape == 12) return launch_rows(forward_short_rows<X, Y, W, 1, 2, kVectorized>);
   }
   if constexpr (!kVectorized) {
     switch (shape) {

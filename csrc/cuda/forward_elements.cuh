@@ -273,23 +273,35 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
   return launch_in_turns(kernel, dim3(plan.threads_per_row), p, plan, stream);
 }
 
+// Whether any plan has `columns` of a row in each of its lanes, of a warp or of several. Half the
+// lanes hold shorter rows; rows whose whole chunks fill warps are in chunks (chunks_fill_warps).
+template <class X, class W>
+constexpr bool holds_elements(int lanes, int columns) {
+  if (lanes == kLeastElementLanes) return true;
+  if (columns <= kMostElementColumns / 2) return false;
+  if (std::is_same_v<X, float> && lanes == kWarpSize) return columns == 28;
+  if (std::is_same_v<X, float> && lanes < kWarpSize) return columns < kMostElementColumns;
+  const bool fills_warps = kIs16Bit<X> && std::is_same_v<X, W>;
+  return lanes <= kWarpSize || !fills_warps;
+}
+
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
   if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
   const auto launch_lanes = [&](auto lanes, auto pairs) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
-    if constexpr (kLanes > kLeastElementLanes && kColumns <= kMostElementColumns / 2) {
-      return cudaErrorInvalidValue;  // half the lanes hold such rows
-    } else {
+    if constexpr (holds_elements<X, W>(kLanes, kColumns)) {
       constexpr int kSteps = kColumns / kSideBySide<X>;
       return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows>,
                              dim3(kElementRowThreads), p, plan, stream);
+    } else {
+      return cudaErrorInvalidValue;
     }
   };
   const auto launch_pairs = [&](auto pairs) {
     constexpr int kColumns = 2 * decltype(pairs)::value;
-    if constexpr (kColumns > kMostElementColumns / 2) {
+    if constexpr (holds_elements<X, W>(kMaxThreadsPerRow, kColumns)) {
       if (plan.threads_per_row > kWarpSize) {
         return launch_long_elements<X, W, kColumns / kSideBySide<X>, kElementRows>(p, plan, stream);
       }

@@ -81,8 +81,13 @@ template <class X, class W>
 cudaError_t launch_tiny_rows(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                              cudaStream_t stream) {
   return with_tiny_run(plan, [&](auto lanes, auto count) {
-    return launch_in_turns(forward_tiny_rows<X, W, decltype(lanes)::value, decltype(count)::value>,
-                           dim3(kElementRowThreads), p, plan, stream);
+    constexpr int kLanes = decltype(lanes)::value, kCount = decltype(count)::value;
+    if constexpr (std::is_same_v<X, float> && kLanes == 1 && kCount == kTinyColumns) {
+      return cudaErrorInvalidValue;  // these are in two chunks, see elements_run
+    } else {
+      return launch_in_turns(forward_tiny_rows<X, W, kLanes, kCount>, dim3(kElementRowThreads), p,
+                             plan, stream);
+    }
   });
 }
 

@@ -33,6 +33,17 @@ int usable_capability(int capability) {
   return compiled ? capability : std::min(capability, kClusters - 1);
 }
 
+// GB/s: two transfers in a clock.
+int memory_bandwidth(int device) {
+  int kilohertz = 0, bits = 0;
+  if (cudaDeviceGetAttribute(&kilohertz, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return static_cast<int>(int64_t{kilohertz} * 2 * (bits / 8) / 1'000'000);
+}
+
 }  // namespace
 
 cudaError_t device_properties(int device, DeviceProperties& properties) {
@@ -55,6 +66,7 @@ cudaError_t device_properties(int device, DeviceProperties& properties) {
   }
   if (error != cudaSuccess) return error;
   properties.compute_capability = usable_capability(major * 10 + minor);
+  properties.memory_bandwidth = memory_bandwidth(device);
   if (properties.compute_capability >= kClusters) error = count_clusters(properties);
   if (error != cudaSuccess) return error;
   if (cacheable) {

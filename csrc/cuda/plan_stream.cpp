@@ -278,42 +278,67 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
-// Columns that stream on a multiprocessor, at its best, where rows take a warp or more. Beside a
-// float32 dy a column takes half as much again in the ring: 65536 x 1024 bfloat16, with eight rows
-// in a block, took 147 us on an H200, with seven 143.6 us, with six 134.6 us, with five 165 us.
-int64_t stream_columns(const BackwardProblem& problem) {
-  if (size_in_bytes(problem.x_dtype) != 2) return 4096;
-  return has_wide_dy(problem) ? 6144 : 8192;
+// Whether memory gives a multiprocessor little: 25 GB/s on an H100, 36 on an H200. Then less is to
+// be asked for at once, see stream_columns.
+bool has_slow_memory(const DeviceProperties& device) {
+  constexpr int kSlow = 31;
+  return device.memory_bandwidth > 0 && device.memory_bandwidth < kSlow * device.sm_count;
 }
 
-// Warps of a block whose rows take a warp or a part of one: so many that near to 7400 columns of a
-// 16-bit type stream, 5400 beside a float32 dy, and ten of float32. Of an elementwise sum, on an
-// H200, with 16 warps on 120 multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and
-// .93, 512 .93 and .95; in three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95;
-// float32, with 16 on 132 and 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97,
-// 512 .95 and .95.
-int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem) {
-  constexpr int64_t kColumns = 7400, kColumnsOfWideDy = 5400, kLeast = 8, kFloatWarps = 10;
-  if (size_in_bytes(problem.x_dtype) != 2) return kFloatWarps;
-  const int64_t most = plan.chunks_per_thread == kMostLaneChunks && !plan.packed
+// Columns that stream on a multiprocessor, at its best.
+struct StreamColumns {
+  int64_t of_blocks;  // in rows that take more than a warp
+  int64_t of_warps;   // in rows of a warp or a part of one
+};
+
+// Beside a float32 dy a column takes half as much again in the ring: 65536 x 1024 bfloat16, with
+// eight rows in a block, took 147 us on an H200, with seven 143.6 us, with six 134.6 us, with five
+// 165 us.
+//
+// An H100, whose memory is slower, is slower still if as much is asked of it. Of an elementwise sum
+// there, as on an H200 and so: bfloat16 1024 columns .91 and .97, 1600 .90 and .97, 2560 .93 and
+// .98, 5120 .94 and .975, 2047 .915 and .96, in rows of a warp 192 .94 and .97, 384 .935 and .98,
+// 768 .94 and .98; beside a float32 dy 1024 .93 and .96; float32 1024 .93 and .99, 4096 .93 and
+// .95, 512 .95 and .99, 320 .95 and .97.
+StreamColumns stream_columns(const BackwardProblem& problem, const DeviceProperties& device) {
+  const bool slow = has_slow_memory(device);
+  if (size_in_bytes(problem.x_dtype) != 2) {
+    return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 5120};
+  }
+  if (has_wide_dy(problem)) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
+  return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 7400};
+}
+
+// Warps of a block whose rows take a warp or a part of one. Of an elementwise sum, on an H200, with
+// 16 warps on 120 multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and .93, 512 .93
+// and .95; in three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95; float32, with
+// 16 on 132 and 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97, 512 .95 and
+// .95.
+int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem,
+                        const DeviceProperties& device) {
+  constexpr int64_t kFloatWarps = 10;
+  const int64_t least = has_slow_memory(device) ? 5 : 8;
+  const int64_t most = size_in_bytes(problem.x_dtype) != 2 ? kFloatWarps
+                       : plan.chunks_per_thread == kMostLaneChunks && !plan.packed
                            ? kWideLaneWarps
                            : kMaxThreadsPerRow / kWarpSize;
   const int64_t columns = problem.cols * rows_per_warp(plan);
-  const int64_t wanted = has_wide_dy(problem) ? kColumnsOfWideDy : kColumns;
-  return std::clamp((wanted + columns / 2) / columns, kLeast, most);
+  const int64_t wanted = stream_columns(problem, device).of_warps;
+  return std::clamp((wanted + columns / 2) / columns, least, most);
 }
 
 // Rows of one warp and more that a block works on at a time, if it has room for them: aligned ones
-// as many as stream no more than the best number of columns (and a few more, 4300 of float32), but
+// as many as stream no more than the best number of columns (and a few more, of float32), but
 // for one more where that is less than 72 percent of it. By what is nearest to 8000 and 4300 3072
 // columns of bfloat16 reached .94 of an elementwise sum on an H200, in two rows for three .95; 768
 // of float32 .94, in five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row
 // .91. Others are not limited by memory: 1023 columns .87, in seven rows for eight .79.
-int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem) {
-  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
-  if (!plan.vectorized) return ((is_16_bit ? 8000 : 4300) + problem.cols / 2) / problem.cols;
-  const int64_t best = stream_columns(problem);
-  const int64_t rows = (is_16_bit ? best + 8 : 4300) / problem.cols;
+int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
+                   const DeviceProperties& device) {
+  const int64_t best = stream_columns(problem, device).of_blocks;
+  const int64_t most = size_in_bytes(problem.x_dtype) == 2 ? best + 8 : best * 21 / 20;
+  if (!plan.vectorized) return (most + problem.cols / 2) / problem.cols;
+  const int64_t rows = most / problem.cols;
   return 100 * rows * problem.cols >= 72 * best ? rows : rows + 1;
 }
 
@@ -352,9 +377,10 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
                                : plan.vectorized && has_one_dtype(problem) ? kMaxRingThreads
                                                                            : kMaxThreadsPerRow;
   const int64_t room = std::max<int64_t>(1, most_threads / shape.threads);
-  const int64_t most_rows = in_cluster   ? 1
-                            : short_rows ? short_row_warps(plan, problem) * rows_per_warp(plan)
-                                         : std::clamp<int64_t>(block_rows(plan, problem), 1, room);
+  const int64_t most_rows = in_cluster ? 1
+                            : short_rows
+                                ? short_row_warps(plan, problem, device) * rows_per_warp(plan)
+                                : std::clamp<int64_t>(block_rows(plan, problem, device), 1, room);
   // Few rows: smaller blocks on more multiprocessors.
   const int64_t least_rows = rows_per_warp(plan);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
@@ -365,22 +391,27 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   if (sms < kFewMultiprocessors) return std::max(sms, shape.cluster_size);
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
   const int some = sms - sms / 8;
-  if (short_rows) return sms;
+  const bool slow = has_slow_memory(device);
+  if (short_rows) return slow ? (sms - 1) | 1 : sms;
   // Columns that stream on a multiprocessor, in parts of the best.
-  const double columns = static_cast<double>(problem.cols) *
-                         static_cast<double>(in_cluster ? blocks_together : most_rows) /
-                         static_cast<double>(stream_columns(problem) * shape.cluster_size);
-  const bool by_memory = plan.vectorized && columns >= 0.9 && columns <= 1.1;
+  const double columns =
+      static_cast<double>(problem.cols) *
+      static_cast<double>(in_cluster ? blocks_together : most_rows) /
+      static_cast<double>(stream_columns(problem, device).of_blocks * shape.cluster_size);
+  plan.whole_warps = slow && !in_cluster && is_16_bit && plan.vectorized &&
+                     has_one_dtype(problem) && columns > 1.1;
+  const bool by_memory = plan.whole_warps || (plan.vectorized && columns >= 0.9 && columns <= 1.1);
   if (in_cluster) {
     const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
     const int all = resident_clusters(shape.cluster_size, blocks_together, device);
-    return (fewer ? some / shape.cluster_size : all) * shape.cluster_size;
+    const int teams = fewer ? some / shape.cluster_size : slow ? (all - 1) | 1 : all;
+    return teams * shape.cluster_size;
   }
   const int blocks = !plan.vectorized ? sms : ((by_memory ? some : sms) - 1) | 1;
   const int merged = least_merged(blocks, problem);
   if (merged == 1) return blocks;
   if (by_memory) return some / 4 * 4;
-  return merged == 2 ? blocks / 2 * 2 : resident_clusters(4, 1, device) * 4;
+  return merged == 2 ? (slow ? sms : blocks) / 2 * 2 : resident_clusters(4, 1, device) * 4;
 }
 
 // Rows by column: how many a block works on at a time, and how many blocks there are.

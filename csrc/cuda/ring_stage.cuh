@@ -45,7 +45,8 @@ __device__ __forceinline__ Pack<T, kCount> load_shared_pack(unsigned place) {
 
 // The same value, which ptxas does not know to be: it works out what it can anew in every row, from
 // parameters and indices, and has registers left.
-__device__ __forceinline__ int keep(int value) {
+template <class T>
+__device__ __forceinline__ T keep(T value) {
   return __shfl_sync(kAllLanes, value, threadIdx.x % kWarpSize);
 }
 

@@ -37,6 +37,7 @@ def plan(
     compute_capability: int = 90,
     large_clusters: int = 7,
     whole_grids: bool = True,
+    memory_bandwidth: int = 4800,
     kernel: KernelName | None = None,
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
