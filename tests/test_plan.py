@@ -817,3 +817,15 @@ def test_whole_warps_where_slow_memory_is_asked_for_too_much(dtype: str) -> None
     for cols in (64, 1024, 3072, 5120, 12_288, 16_384):
         assert not plan(cols)["whole_warps"]
     assert not _C.plan("backward", 65_536, 4096, "float32", memory_bandwidth=3352)["whole_warps"]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "teams"), [(4800, (131, 65, 28, 14)), (3352, (132, 66, 23, 14))]
+)
+def test_multiprocessors_that_the_forward_ring_uses(bandwidth: int, teams: tuple[int, ...]) -> None:
+    for cols, size, blocks in zip(
+        (32_768, 65_536, 131_072, 262_144), (1, 2, 4, 8), teams, strict=True
+    ):
+        plan = _C.plan("forward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
+        assert (plan["kernel"], plan["cluster_size"]) == ("ring", size)
+        assert plan["blocks"] == blocks * size

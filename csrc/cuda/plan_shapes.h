@@ -40,6 +40,13 @@ struct RingShape {
 // Whether rows of x's dtype can be streamed through shared memory.
 bool can_stream(DType x_dtype, const DeviceProperties& device);
 
+// Whether memory gives a multiprocessor little: 25 GB/s on an H100, 36 on an H200. Then streams are
+// to ask for less at once.
+inline bool has_slow_memory(const DeviceProperties& device) {
+  constexpr int kSlow = 31;
+  return device.memory_bandwidth > 0 && device.memory_bandwidth < kSlow * device.sm_count;
+}
+
 bool asks_for_grid(const PlanRequest& request);
 
 // Rows of `threads` threads that no cluster holds, in a grid that runs as a whole; none where that

@@ -278,13 +278,6 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
-// Whether memory gives a multiprocessor little: 25 GB/s on an H100, 36 on an H200. Then less is to
-// be asked for at once, see stream_columns.
-bool has_slow_memory(const DeviceProperties& device) {
-  constexpr int kSlow = 31;
-  return device.memory_bandwidth > 0 && device.memory_bandwidth < kSlow * device.sm_count;
-}
-
 // Columns that stream on a multiprocessor, at its best.
 struct StreamColumns {
   int64_t of_blocks;  // in rows that take more than a warp
@@ -299,7 +292,7 @@ struct StreamColumns {
 // there, as on an H200 and so: bfloat16 1024 columns .91 and .97, 1600 .90 and .97, 2560 .93 and
 // .98, 5120 .94 and .975, 2047 .915 and .96, in rows of a warp 192 .94 and .97, 384 .935 and .98,
 // 768 .94 and .98; beside a float32 dy 1024 .93 and .96; float32 1024 .93 and .99, 4096 .93 and
-// .95, 512 .95 and .99, 320 .95 and .97.
+// .95, 512 .95 and .99, 320 .95 and .98.
 StreamColumns stream_columns(const BackwardProblem& problem, const DeviceProperties& device) {
   const bool slow = has_slow_memory(device);
   if (size_in_bytes(problem.x_dtype) != 2) {
@@ -314,22 +307,27 @@ StreamColumns stream_columns(const BackwardProblem& problem, const DevicePropert
 // and .95; in three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95; float32, with
 // 16 on 132 and 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97, 512 .95 and
 // .95.
+//
+// On an H100 rather an odd number, as of blocks: 64 columns of bfloat16 in ten warps .925, in nine
+// or eleven .94, 320 in eight .94, in nine .965; float32 76 columns in eight .93, in nine .96.
 int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem,
                         const DeviceProperties& device) {
   constexpr int64_t kFloatWarps = 10;
-  const int64_t least = has_slow_memory(device) ? 5 : 8;
+  const bool slow = has_slow_memory(device);
+  const int64_t least = slow ? 5 : 8;
   const int64_t most = size_in_bytes(problem.x_dtype) != 2 ? kFloatWarps
                        : plan.chunks_per_thread == kMostLaneChunks && !plan.packed
                            ? kWideLaneWarps
                            : kMaxThreadsPerRow / kWarpSize;
   const int64_t columns = problem.cols * rows_per_warp(plan);
   const int64_t wanted = stream_columns(problem, device).of_warps;
-  return std::clamp((wanted + columns / 2) / columns, least, most);
+  const int64_t warps = std::clamp((wanted + columns / 2) / columns, least, most);
+  return slow ? std::min(warps | 1, most) : warps;
 }
 
 // Rows of one warp and more that a block works on at a time, if it has room for them: aligned ones
-// as many as stream no more than the best number of columns (and a few more, of float32), but
-// for one more where that is less than 72 percent of it. By what is nearest to 8000 and 4300 3072
+// as many as stream no more than the best number of columns (and a few more, of float32), but for
+// one more where that is less than 72 percent of it. By what is nearest to 8000 and 4300 3072
 // columns of bfloat16 reached .94 of an elementwise sum on an H200, in two rows for three .95; 768
 // of float32 .94, in five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row
 // .91. Others are not limited by memory: 1023 columns .87, in seven rows for eight .79.
@@ -360,6 +358,10 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
 // Clusters of more than two are as many as find a place: 4096 x 65536 bfloat16 .955 with 120
 // blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as
 // many 16-bit columns stream: 8192 x 16384 .92 with 132, .93 with 116.
+//
+// On an H100 clusters, too, are rather an odd number (float32 8192 x 16384 .95 with 30, .96 with
+// 29), and where more 16-bit columns stream than is best, aligned rows of a block have whole warps
+// (see backward_ring): 3840 columns .93 and .98, 7168 .93 and .97.
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
@@ -398,13 +400,16 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
       static_cast<double>(problem.cols) *
       static_cast<double>(in_cluster ? blocks_together : most_rows) /
       static_cast<double>(stream_columns(problem, device).of_blocks * shape.cluster_size);
+  constexpr double kLeast = 0.9, kMost = 1.1;
   plan.whole_warps = slow && !in_cluster && is_16_bit && plan.vectorized &&
-                     has_one_dtype(problem) && columns > 1.1;
-  const bool by_memory = plan.whole_warps || (plan.vectorized && columns >= 0.9 && columns <= 1.1);
+                     has_one_dtype(problem) && columns > kMost;
+  const bool by_memory =
+      plan.whole_warps || (plan.vectorized && columns >= kLeast && columns <= kMost);
   if (in_cluster) {
     const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
     const int all = resident_clusters(shape.cluster_size, blocks_together, device);
-    const int teams = fewer ? some / shape.cluster_size : slow ? (all - 1) | 1 : all;
+    const int odd = (all - 1) | 1;
+    const int teams = fewer ? some / shape.cluster_size : slow && plan.vectorized ? odd : all;
     return teams * shape.cluster_size;
   }
   const int blocks = !plan.vectorized ? sms : ((by_memory ? some : sms) - 1) | 1;
@@ -428,7 +433,11 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return int64_t{kTinyBlocks} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
-  const int64_t together = shape.together;
+  // On an H100 fewer rows at a time: 257 columns of bfloat16 .89 of an elementwise sum with 16 of
+  // them, .915 with 12, 1317 .91 with five, .94 with three; but float32 769 .94 with four, .93 with
+  // three.
+  const bool fewer = has_slow_memory(device) && !in_cluster && size_in_bytes(problem.x_dtype) == 2;
+  const int64_t together = std::max(1, fewer ? shape.together * 3 / 4 : shape.together);
   const int64_t least_rows = std::max(1, kWarpSize / plan.threads_per_row);
   const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
   plan.rows_per_block =
