@@ -1,9 +1,9 @@
-"""Writes the README's results: a short table and the plots, from a results file.
+"""Writes the README's results: a short table and the plots of each results file.
 
     python -m bench.plot bench/results/FILE.json
-    python -m bench.readme bench/results/FILE.json
+    python -m bench.readme bench/results/FILE.json [bench/results/OTHER.json ...]
 
-The file is one that `python -m bench --json FILE` wrote, or (a table without plots) one that
+A file is one that `python -m bench --json FILE` wrote, or (a table without plots) one that
 `python -m fastnorm --json FILE` wrote. Replaces what stands between the two markers in README.md;
 `--print` prints it instead.
 """
@@ -147,21 +147,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", type=Path, metavar="FILE")
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--print", action="store_true", help="print it, change nothing")
     args = parser.parse_args(argv)
 
-    run = json.loads(args.results.read_text())
-    complaint = complaint_about(run)
-    if complaint is not None:
-        print(f"{args.results} {complaint}: no table is made of it.", file=sys.stderr)
-        return 1
-    file = args.results.resolve()
-    if not file.is_relative_to(ROOT):
-        print(f"{args.results} lies outside the repository: nobody could look it up.")
-        return 1
-    text = format_bench(run, file) if "cells" in run else format_main_job(run, file)
+    texts = []
+    for results in args.results:
+        run = json.loads(results.read_text())
+        complaint = complaint_about(run)
+        if complaint is not None:
+            print(f"{results} {complaint}: no table is made of it.", file=sys.stderr)
+            return 1
+        file = results.resolve()
+        if not file.is_relative_to(ROOT):
+            print(f"{results} lies outside the repository: nobody could look it up.")
+            return 1
+        texts.append(format_bench(run, file) if "cells" in run else format_main_job(run, file))
+    text = "\n\n".join(texts)
     if args.print:
         print(text)
         return 0

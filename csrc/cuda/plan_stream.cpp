@@ -293,12 +293,12 @@ struct StreamColumns {
 // .98, 5120 .94 and .975, 2047 .915 and .96, in rows of a warp 192 .94 and .97, 384 .935 and .98,
 // 768 .94 and .98; beside a float32 dy 1024 .93 and .96; float32 1024 .93 and .99, 4096 .93 and
 // .95, 512 .95 and .99, 320 .95 and .98.
-StreamColumns stream_columns(const BackwardProblem& problem, const DeviceProperties& device) {
+StreamColumns stream_columns(DType x_dtype, bool wide_dy, const DeviceProperties& device) {
   const bool slow = has_slow_memory(device);
-  if (size_in_bytes(problem.x_dtype) != 2) {
+  if (size_in_bytes(x_dtype) != 2) {
     return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 5120};
   }
-  if (has_wide_dy(problem)) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
+  if (wide_dy) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
   return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 7400};
 }
 
@@ -320,7 +320,7 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
                            ? kWideLaneWarps
                            : kMaxThreadsPerRow / kWarpSize;
   const int64_t columns = problem.cols * rows_per_warp(plan);
-  const int64_t wanted = stream_columns(problem, device).of_warps;
+  const int64_t wanted = stream_columns(problem.x_dtype, has_wide_dy(problem), device).of_warps;
   const int64_t warps = std::clamp((wanted + columns / 2) / columns, least, most);
   return slow ? std::min(warps | 1, most) : warps;
 }
@@ -333,7 +333,8 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
 // .91. Others are not limited by memory: 1023 columns .87, in seven rows for eight .79.
 int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
                    const DeviceProperties& device) {
-  const int64_t best = stream_columns(problem, device).of_blocks;
+  const bool wide_dy = plan.vectorized && has_wide_dy(problem);
+  const int64_t best = stream_columns(problem.x_dtype, wide_dy, device).of_blocks;
   const int64_t most = size_in_bytes(problem.x_dtype) == 2 ? best + 8 : best * 21 / 20;
   if (!plan.vectorized) return (most + problem.cols / 2) / problem.cols;
   const int64_t rows = most / problem.cols;
@@ -396,10 +397,10 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const bool slow = has_slow_memory(device);
   if (short_rows) return slow ? (sms - 1) | 1 : sms;
   // Columns that stream on a multiprocessor, in parts of the best.
-  const double columns =
-      static_cast<double>(problem.cols) *
-      static_cast<double>(in_cluster ? blocks_together : most_rows) /
-      static_cast<double>(stream_columns(problem, device).of_blocks * shape.cluster_size);
+  const int64_t best = stream_columns(problem.x_dtype, has_wide_dy(problem), device).of_blocks;
+  const double columns = static_cast<double>(problem.cols) *
+                         static_cast<double>(in_cluster ? blocks_together : most_rows) /
+                         static_cast<double>(best * shape.cluster_size);
   constexpr double kLeast = 0.9, kMost = 1.1;
   plan.whole_warps = slow && !in_cluster && is_16_bit && plan.vectorized &&
                      has_one_dtype(problem) && columns > kMost;
