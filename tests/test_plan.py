@@ -586,6 +586,38 @@ def test_the_forward_ring_shares_rows_evenly(dtype: str) -> None:
         assert plan["blocks"] <= (131 if blocks == 1 else 130)
 
 
+@pytest.mark.parametrize("kernel", [None, "elements", "short_rows"])
+@pytest.mark.parametrize("one_dtype", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_forward_asks_for_no_kernel_that_is_not_compiled(
+    dtype: str, one_dtype: bool, kernel: str | None
+) -> None:
+    """Those by column, and rows of two chunks: a launcher that lacks one returns an error."""
+    if dtype == "float32" and not one_dtype:
+        pytest.skip("parameters of float32 rows are float32")
+    shapes = set()
+    for cols, aligned in itertools.product(range(1, 3200), (True, False)):
+        plan = _C.plan(
+            "forward", 100_000, cols, dtype, aligned=aligned, one_dtype=one_dtype, kernel=kernel
+        )
+        lanes = plan["threads_per_row"]
+        if plan["kernel"] == "elements":
+            shapes.add((min(lanes, 64), plan["columns_per_thread"]))
+        if plan["kernel"] == "short_rows" and plan["vectorized"] and one_dtype:
+            assert (lanes, plan["chunks_per_thread"]) != (1, 2)
+    tiny = {(lanes, columns) for lanes, columns in shapes if columns <= 8}
+    compiled = {(8, columns) for columns in range(12, 33, 4)}
+    if dtype == "float32":
+        assert (1, 8) not in tiny
+        compiled |= {(16, columns) for columns in (20, 24, 28)} | {(32, 28)}
+        compiled |= {(64, columns) for columns in range(20, 33, 4)}
+    else:
+        compiled |= {(lanes, columns) for lanes in (16, 32) for columns in range(20, 33, 4)}
+        if not one_dtype:
+            compiled |= {(64, columns) for columns in range(20, 33, 4)}
+    assert shapes - tiny <= compiled
+
+
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_vectorized_only_where_every_chunk_is_whole(direction: str, dtype: str) -> None:

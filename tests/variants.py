@@ -68,10 +68,13 @@ class Device:
     @staticmethod
     def current() -> Device:
         properties = torch.cuda.get_device_properties()
+        # PyTorch 2.7 does not tell; 0 is planned for as an H200.
+        kilohertz = getattr(properties, "memory_clock_rate", 0)
+        bits = getattr(properties, "memory_bus_width", 0)
         return Device(
             properties.multi_processor_count,
             properties.major * 10 + properties.minor,
-            properties.memory_clock_rate * 2 * (properties.memory_bus_width // 8) // 1_000_000,
+            kilohertz * 2 * (bits // 8) // 1_000_000,
         )
 
 
