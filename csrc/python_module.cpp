@@ -127,7 +127,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
       device, request);
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
-  result["whole_warps"] = plan.whole_warps;
+  result["brakes"] = plan.brakes;
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);
   result["partials"] = plan.partials;

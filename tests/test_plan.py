@@ -834,21 +834,30 @@ def test_columns_that_stream_on_a_multiprocessor(dtype: str, bandwidth: int, par
     assert sum(share < 0.6 for share in shares.values()) < 0.02 * len(shares)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_whole_warps_where_slow_memory_is_asked_for_too_much(dtype: str) -> None:
-    def plan(cols: int, bandwidth: int = 3352, **call: Any) -> dict[str, Any]:
-        return _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=bandwidth, **call)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_brake_where_slow_memory_is_asked_for_too_much(dtype: str) -> None:
+    def brakes(cols: int, bandwidth: int = 3352, **call: Any) -> bool:
+        plan = _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=bandwidth, **call)
+        assert plan["kernel"] == "ring"
+        return bool(plan["brakes"])
 
-    for cols in (4096, 8192):
-        assert plan(cols)["whole_warps"]
-        assert plan(cols)["blocks"] == 115
-        assert not plan(cols, bandwidth=4800)["whole_warps"]
-        assert not plan(cols, bandwidth=0)["whole_warps"]
-        assert not plan(cols, aligned=False)["whole_warps"]
-        assert not plan(cols, dy_dtype="float32")["whole_warps"]
-    for cols in (64, 1024, 3072, 5120, 12_288, 16_384):
-        assert not plan(cols)["whole_warps"]
-    assert not _C.plan("backward", 65_536, 4096, "float32", memory_bandwidth=3352)["whole_warps"]
+    is_16_bit = dtype != "float32"
+    for cols in (4096, 8192) if is_16_bit else (2048, 4096):
+        assert brakes(cols)
+        assert _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=3352)["blocks"] == 115
+        assert brakes(cols, aligned=False)
+        assert not brakes(cols, bandwidth=4800)
+        assert not brakes(cols, bandwidth=0)
+    for cols in (64, 1024, 3072):  # as many columns stream as is best
+        assert not brakes(cols)
+    for cols in (14_336, 16_384, 65_536):  # in clusters
+        assert brakes(cols) == is_16_bit
+        assert not brakes(cols, aligned=False)
+    if is_16_bit:
+        assert not brakes(4096, dy_dtype="float32")
+        assert brakes(4095, kernel="ring")
+        for cols in (5120, 12_288, 16_385):
+            assert not brakes(cols)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("weight_grads"),
         plan.get("shared_bytes", 0) > 44 * 1024,
         plan.get("gathers"),
-        plan.get("whole_warps"),
+        plan.get("brakes"),
     )
 
 

@@ -387,6 +387,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.last_turn = static_cast<int>(units % p.unit_stride);
   p.shares = plan.shares;
   p.share_turns = p.full_turns / plan.shares;
+  p.brakes = plan.brakes;
   if (plan.kernel == Kernel::kRing) {
     return plan.vectorized ? launch_ring<true>(p, plan, stream)
                            : launch_ring<false>(p, plan, stream);

@@ -40,6 +40,7 @@ struct RingParameters {
   int warp_steps, first_longer_warp;
   // kGrid: rows of partial sums that a group of blocks leaves, one after so many turns.
   int shares, share_turns;
+  bool brakes;  // see BackwardPlan
 };
 
 template <class X>

@@ -159,9 +159,14 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // for less at once: of the time that 131072 x 1024 bfloat16 takes on an H200 27 percent, 197 us
   // in all. Without that wait they take 219 us, and by wait_copies for one more row 209 us. Others
   // are up to 9 percent faster where ptxas knows, and so are, on an H100, such rows of which more
-  // stream than its memory wants; they wait for those statistics before they finish a row. 32768 x
-  // 4096 took 284 us there without whole warps, 274 us so, 16384 x 8192 291 us and 279 us.
+  // stream than its memory wants, if they wait for those statistics before they finish a row: 32768
+  // x 4096 took 284 us there without whole warps, 274 us so, 16384 x 8192 291 us and 279 us, of
+  // float32 16384 x 4096 283 us and 272 us. So do, where the plan says so (p.brakes), rows of a
+  // block that are not aligned, 16384 x 4095 157 us and 149 us, and aligned ones of clusters, 2730
+  // x 49152 294 us and 287 us.
   constexpr bool kBrakes = kWholeWarps && kVectorized && kSpan == RingSpan::kBlock;
+  constexpr bool kMayBrake =
+      std::is_same_v<X, DY> && kSpan == (kVectorized ? RingSpan::kCluster : RingSpan::kBlock);
   const int warp = kWholeWarps ? warp_index() : threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
@@ -600,6 +605,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         const float fetched = exchange.fetch(i);
         sum_next([&] { sums = exchange.merge(fetched); });
         const float half = sum_halves(mine.xhat_wdy, mine.wdy);
+        if (kMayBrake && p.brakes) later_mean = keep(later_mean);
         finish_row(slot, mean, rstd, sums, [&] { post_next(half); });
       } else {
         sum_next([] {});
@@ -614,7 +620,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         } else {
           sums = exchange.merge(exchange.fetch(i));
         }
-        if constexpr (kBrakes) later_mean = keep(later_mean);
+        if (kBrakes || (kMayBrake && p.brakes)) later_mean = keep(later_mean);
         finish_row(slot, mean, rstd, sums, [] {});
       }
       copy_row(slot);
@@ -732,8 +738,8 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
   }
   if (plan.threads_per_row > kWarpSize) {
     const std::integral_constant<RingSpan, RingSpan::kBlock> block;
-    if constexpr (kPlain && kIs16Bit<X>) {
-      if (plan.whole_warps) return launch_span(block, cached, chunks, whole_warps);
+    if constexpr (kPlain) {
+      if (plan.brakes) return launch_span(block, cached, chunks, whole_warps);
     }
     return launch_span(block, cached, chunks, std::bool_constant<!kVectorized>());
   }

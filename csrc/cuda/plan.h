@@ -30,8 +30,8 @@ struct DeviceProperties {
   int compute_capability = 0;  // 90 for 9.0
   int large_clusters = 0;      // of kLargeClusterSize blocks of kRing, that run side by side
   bool whole_grids = true;  // whether a block on nearly every multiprocessor is sure of its place
-  int memory_bandwidth =
-      0;  // GB/s, by clock and width of the bus; zero where the driver hides them
+  // GB/s, by clock and width of the bus; zero where the driver hides them.
+  int memory_bandwidth = 0;
   // Clusters of 1, 2, ... blocks that run side by side, with a block on each multiprocessor, two,
   // and so on; zero where nobody has asked.
   std::array<std::array<int, kMostResident>, kMaxClusterSize> clusters = {};
@@ -167,9 +167,9 @@ struct BackwardPlan {
   int cluster_size = 1;
   int64_t segments = 1;
   bool vectorized = false;
-  bool packed = false;       // rows in a part of a warp follow each other without idle lanes
-  bool whole_warps = false;  // kRing: aligned rows of a block by the kernel that has whole warps
-  bool dx = true;            // false: dw and db alone are asked for, and no dx kernel runs
+  bool packed = false;  // rows in a part of a warp follow each other without idle lanes
+  bool brakes = false;  // kRing: each turn waits for the next row's statistics, to ask for less
+  bool dx = true;       // false: dw and db alone are asked for, and no dx kernel runs
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide

@@ -361,8 +361,12 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
 // many 16-bit columns stream: 8192 x 16384 .92 with 132, .93 with 116.
 //
 // On an H100 clusters, too, are rather an odd number (float32 8192 x 16384 .95 with 30, .96 with
-// 29), and where more 16-bit columns stream than is best, aligned rows of a block have whole warps
-// (see backward_ring): 3840 columns .93 and .98, 7168 .93 and .97.
+// 29), and where more columns stream than is best, rows brake (see backward_ring). Of an
+// elementwise sum, without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93 and
+// .97, not aligned 4095 .875 and .92, 7777 .87 and .90, 8191 .85 and .90; float32 2048 and 4096
+// .955 and .995, 4608 .95 and .955; in clusters bfloat16 14336 .93 and .935, 16384 .92 and .935,
+// 24576 .90 and .92, 49152 .91 and .935, but float32 16384 .955 and .945, and not aligned 16385 .85
+// and .82, 65535 .92 and .88. Where no more stream it costs up to 5 percent (12288 .95 and .90).
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
@@ -402,10 +406,10 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
                          static_cast<double>(in_cluster ? blocks_together : most_rows) /
                          static_cast<double>(best * shape.cluster_size);
   constexpr double kLeast = 0.9, kMost = 1.1;
-  plan.whole_warps = slow && !in_cluster && is_16_bit && plan.vectorized &&
-                     has_one_dtype(problem) && columns > kMost;
+  plan.brakes = slow && has_one_dtype(problem) && columns > kMost &&
+                (!in_cluster || (plan.vectorized && is_16_bit));
   const bool by_memory =
-      plan.whole_warps || (plan.vectorized && columns >= kLeast && columns <= kMost);
+      plan.vectorized && ((plan.brakes && !in_cluster) || (columns >= kLeast && columns <= kMost));
   if (in_cluster) {
     const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
     const int all = resident_clusters(shape.cluster_size, blocks_together, device);
