@@ -836,15 +836,18 @@ def test_columns_that_stream_on_a_multiprocessor(dtype: str, bandwidth: int, par
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_rows_brake_where_slow_memory_is_asked_for_too_much(dtype: str) -> None:
-    def brakes(cols: int, bandwidth: int = 3352, **call: Any) -> bool:
+    def plan_ring(cols: int, bandwidth: int = 3352, **call: Any) -> dict[str, Any]:
         plan = _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=bandwidth, **call)
         assert plan["kernel"] == "ring"
-        return bool(plan["brakes"])
+        return plan
+
+    def brakes(cols: int, **call: Any) -> bool:
+        return bool(plan_ring(cols, **call)["brakes"])
 
     is_16_bit = dtype != "float32"
     for cols in (4096, 8192) if is_16_bit else (2048, 4096):
         assert brakes(cols)
-        assert _C.plan("backward", 65_536, cols, dtype, memory_bandwidth=3352)["blocks"] == 115
+        assert plan_ring(cols)["blocks"] == 115
         assert brakes(cols, aligned=False)
         assert not brakes(cols, bandwidth=4800)
         assert not brakes(cols, bandwidth=0)
