@@ -38,6 +38,7 @@ SHAPES = [
     (1, 1), (3, 7), (37, 33), (130, 64), (257, 255), (64, 1024), (67, 1027), (33, 2048),
     (7, 4097), (130, 66), (301, 5), (129, 13), (1, 29), (75, 45), (61, 511), (9, 1023),
     (13, 2049), (3, 12_289), (5, 8192), (5, 8193), (3, 16_385), (3, 32_769), (2, 65_536),
+    (35, 1025), (19, 1087), (2, 49_386), (2, 50_257),
     (2, 131_073), (1, 262_144), (11, 333), (13, 601), (9, 1101),
     (10, 520), (9, 700), (21, 1160), (9, 1409), (9, 1600), (9, 1667), (13, 2304), (5, 3200),
     (7, 3307),
@@ -346,6 +347,40 @@ def test_rows_in_lanes_of_any_number(
         assert dx_of(count).equal(whole[:count])
         assert dx_of(count, _narrowed(x), grad_out).equal(whole[:count])
     check_backward(grad_out[:1003], x[:1003], [cols], weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [1025, 1087, 2049, 4097, 4351, 6145, 8193, 12_289, 16_385, 32_769, 49_386]
+)
+def test_columns_behind_the_chunks_of_a_warp(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """dx has the same bits in a ring of any number of rows and one by one, wherever they start, and
+    alone; dw and db miss no row and no column, with several groups of warps in a block and one.
+    """
+    rows = 20_000_000 // cols | 1
+    x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+    force(kernel="ring", weight_grads="fused")
+    whole = check_backward(grad_out, x, [cols], weight, bias)[0]
+    assert check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, bias)[0].equal(whole)
+    check_backward(grad_out, x, [cols], None, None)
+    check_backward(grad_out, x, [cols], weight.float(), bias.float())
+    outputs = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+    for request in (
+        {"kernel": "ring"}, {"kernel": "ring", "weight_grads": "columns"}, {"kernel": "few_rows"}
+    ):  # fmt: skip
+        force(**request)
+        for count in (1, 2, 5, 31, 307):
+            given, grad = x[:count], grad_out[:count]
+            for each in (given, _narrowed(given)):
+                for mask in ([True, True, True], [True, False, False]):
+                    dx = ops.layer_norm_backward(
+                        grad, each, [cols], outputs[1][:count], outputs[2][:count],
+                        weight, bias, 1e-5, mask,
+                    )[0]  # fmt: skip
+                    assert dx.equal(whole[:count]), (request, count, mask)
+        check_backward(grad_out[:307], x[:307], [cols], weight, bias)
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)

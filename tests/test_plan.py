@@ -20,13 +20,13 @@ DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
 SUMMATION = (
     "kernel", "chunks_per_thread", "columns_per_thread", "threads_per_row", "cluster_size",
-    "segments",
+    "segments", "run_columns",
 )  # fmt: skip
 # 16-bit rows that end within a chunk and yet are not taken by column: few of their lanes are idle,
 # or a cluster holds them.
 IN_RING = (
-    901, 1023, 1801, 2047, 3001, 4095, 4097, 5001, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767,
-    50_257,
+    901, 1023, 1025, 1087, 1801, 2047, 2049, 2175, 2601, 3001, 4095, 4097, 5001, 7001, 8191, 8193,
+    12_289, 16_385, 24_001, 32_767, 50_257,
 )  # fmt: skip
 # These hold a row in the same threads and add in the same order; in the forward also the ring and
 # rows, in one block.
@@ -61,6 +61,8 @@ def capacity(plan: dict[str, Any], dtype: str) -> int:
     """Columns of a row that the planned threads hold."""
     if plan["kernel"] in ("elements", "few_elements"):
         return plan["threads_per_row"] * plan["columns_per_thread"] * plan["cluster_size"]
+    if plan.get("run_columns"):
+        return plan["threads_per_row"] // 32 * plan["run_columns"] * plan["cluster_size"]
     held = (
         plan["threads_per_row"] * plan["chunks_per_thread"] * plan["cluster_size"]
         * plan["segments"] * chunk_columns(dtype)
@@ -381,7 +383,7 @@ def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
-    small = (33, 65, 257, 513, 850, 1201, 2105)
+    small = (33, 65, 257, 513, 850, 1201, 2177, 3073)
     in_ring = () if dtype == "float32" else IN_RING
     widest = 122_879 if dtype == "float32" else 131_071
     for cols in (*small, *(set(IN_RING) - set(in_ring)), 65_537, widest):
@@ -406,6 +408,45 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
             assert plan["kernel"] == ("few_rows" if rows == 1 else "ring")
             forced = _C.plan("backward", rows, cols, dtype, kernel="elements")
             assert forced["kernel"] == "elements"
+
+
+@pytest.mark.parametrize("bandwidth", [4800, 3352])
+@pytest.mark.parametrize("dtype", SMALL)
+def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None:
+    """One for each lane at the most, of rows that end within a chunk and would need a warp more; as
+    few as there can be if all warps have as many, but for the last ones.
+    """
+    widths = set()
+    for cols in (*range(481, 4700, 2), *range(4701, 69_000, 331), 8193, 16_385, 32_769, 50_257):
+        for rows in (2, 100_000):
+            plan = _C.plan("backward", rows, cols, dtype, memory_bandwidth=bandwidth)
+            columns = plan["run_columns"]
+            if columns == 0:
+                continue
+            widths.add(cols)
+            warps = plan["threads_per_row"] // 32 * plan["cluster_size"]
+            assert plan["kernel"] in ("ring", "few_rows")
+            assert 512 < columns <= 544
+            assert columns % 8 == 0
+            assert 512 * warps < cols <= columns * warps
+            assert (columns - 8) * warps < cols
+    if dtype == "float32":
+        assert not widths
+        return
+    assert {1025, 4097, 8193, 32_769, 50_257} <= widths
+    assert min(widths) > 1024
+    for cols in widths:
+        call = {"memory_bandwidth": bandwidth}
+        wide = _C.plan("backward", 9, cols, dtype, dy_dtype="float32", **call)
+        assert wide["run_columns"] == 0
+        assert _C.plan("backward", 9, cols + 8 - cols % 8, dtype, **call)["run_columns"] == 0
+
+
+def test_slow_memory_has_more_uneven_rows_in_the_ring() -> None:
+    for cols, fast in ((901, "ring"), (1101, "elements"), (1201, "elements"), (3073, "elements")):
+        for bandwidth, kernel in ((4800, fast), (3352, "ring")):
+            plan = _C.plan("backward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
+            assert plan["kernel"] == kernel
 
 
 @pytest.mark.parametrize("dtype", SMALL)

@@ -131,6 +131,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("shared_bytes", 0) > 44 * 1024,
         plan.get("gathers"),
         plan.get("brakes"),
+        plan.get("run_columns", 0) > 0,
     )
 
 

@@ -322,6 +322,7 @@ void set_span(Parameters& p, const BackwardPlan& plan) {
   p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
   p.teams = rows_per_warp(plan);
   p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
+  p.run_columns = plan.run_columns;
   p.cluster_size = plan.cluster_size;
 }
 

@@ -23,10 +23,11 @@ struct RingParameters {
   X* dx;
   float* dw_partials;  // [partials, cols] or null
   float* db_partials;
-  int lanes;   // of a row, kWarp
-  int teams;   // of lanes in a warp, each with a row
-  int warps;   // of a row and block, else
-  int groups;  // of warps in the block, each with rows of its own; warps, for kWarp
+  int lanes;        // of a row, kWarp
+  int teams;        // of lanes in a warp, each with a row
+  int warps;        // of a row and block, else
+  int groups;       // of warps in the block, each with rows of its own; warps, for kWarp
+  int run_columns;  // see BackwardPlan
   // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
   // turn all groups of the grid take one, in the last turn only so many.
   int64_t unit_stride;
@@ -61,6 +62,7 @@ struct FewRowsParameters {
   int lanes;              // of a row, kWarp
   int teams;              // of lanes in a warp, each with a row
   int warps;              // of a row and block, else
+  int run_columns;        // see BackwardPlan
   int cluster_size;       // blocks of a row
   int slices;             // blocks of a tile of columns
   int tile_lanes;         // chunks of a row in a tile

@@ -33,11 +33,12 @@ constexpr int kRingRegisters =
 // Leaves what the threads of a block have of dw and db: a row of partial sums for each cluster of
 // blocks. `rank`: of the block among those that hold a row. `staging`: the ring, which nobody needs
 // any more.
-template <class X, class DY, RingSpan kSpan, bool kVectorized, int kChunks>
+template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kTail, int kChunks>
 __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, float* staging,
                                                 float (&dw)[kChunks][kChunkColumns<X>],
-                                                float (&db)[kChunks][kChunkColumns<X>], int lanes,
-                                                int teams, int rank, int cluster_size) {
+                                                float (&db)[kChunks][kChunkColumns<X>],
+                                                const TailColumn& tail, int lanes, int teams,
+                                                int rank, int cluster_size) {
   constexpr int kColumns = kChunkColumns<X>;
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kWideDy = sizeof(DY) > sizeof(X);
@@ -63,14 +64,15 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
   }
 
   const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
-  const int width = lanes * kChunks * kColumns * (kShort ? 1 : p.warps);  // columns of the block
+  const int run_columns = kTail ? p.run_columns : lanes * kChunks * kColumns;
+  const int width = run_columns * (kShort ? 1 : p.warps);  // columns of the block
   const int block_begin = rank * width;
   // Who owns what, worked out anew, or it would be kept in registers through all rows.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   const int group = kShort ? thread / kWarpSize : thread / kWarpSize / p.warps;
   const int warp_begin =  // of the warp's columns among the block's
-      kShort ? 0 : (thread / kWarpSize - group * p.warps) * kWarpSize * kChunks * kColumns;
+      kShort ? 0 : (thread / kWarpSize - group * p.warps) * run_columns;
   // Of one group of warps, or of two, without a detour: 4096 x 8192 bfloat16 60.8 us on an H200 by
   // way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more registers
   // 65536 x 1024 took 149 us for 142 us.)
@@ -104,7 +106,7 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
 
   // By way of shared memory. Where blocks are merged, each of a cluster adds up a part of what all
   // of them have.
-  const auto stage = [&](const float (&values)[kChunks][kColumns], float* target) {
+  const auto stage = [&](const float (&values)[kChunks][kColumns], float behind, float* target) {
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
@@ -114,11 +116,15 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
             make_float4(values[k][i], values[k][i + 1], values[k][i + 2], values[k][i + 3]);
       }
     }
+    constexpr int kEnd = kWarpSize * kChunks * kColumns;  // of the chunks
+    if (kTail && thread % kWarpSize < run_columns - kEnd) {
+      target[warp_begin + kEnd + thread % kWarpSize] = behind;
+    }
   };
   __syncthreads();
   if (!kShort || thread % kWarpSize < lanes) {
-    stage(dw, staging + group * width);
-    stage(db, staging + (p.groups + group) * width);
+    stage(dw, tail.dw, staging + group * width);
+    stage(db, tail.db, staging + (p.groups + group) * width);
   }
   leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
 }
@@ -127,9 +133,10 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
 // in the order of columns, and lanes copy them so that neighbours read neighbouring granules: a
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
-// kWholeWarps: ptxas knows that all lanes of a warp are there.
+// kWholeWarps: ptxas knows that all lanes of a warp are there. kTail: each lane may have a column
+// behind its warp's chunks, so that rows of a few columns more take no warp more.
 template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached,
-          int kChunks = kRingChunks<X>, bool kWholeWarps = true>
+          int kChunks = kRingChunks<X>, bool kWholeWarps = true, bool kTail = false>
 __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>))
     backward_ring(const RingParameters<X, DY> p) {
   if (!kStreams) return;
@@ -143,8 +150,10 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // Those that are filled before the first row's sums: with all of them 32768 x 4096 bfloat16 took
   // 196.3 us on an H200, 65536 x 3072 302.5 us; 195.9 and 300.6 us so.
   constexpr int kFirstStages = kShort ? kStages : 2;
-  constexpr unsigned kXBytes = kRingGranules<X, kSpan, kVectorized, kChunks> * kChunkBytes;
-  constexpr unsigned kDyBytes = kRingGranules<X, kSpan, kVectorized, kChunks, DY> * kChunkBytes;
+  constexpr unsigned kXBytes =
+      kRingGranules<X, kSpan, kVectorized, kChunks, X, kTail> * kChunkBytes;
+  constexpr unsigned kDyBytes =
+      kRingGranules<X, kSpan, kVectorized, kChunks, DY, kTail> * kChunkBytes;
   constexpr unsigned kStageBytes = kXBytes + kDyBytes;
   using Chunk = Pack<X, kColumns>;
   using Exchange = RingExchange<kSpan>;
@@ -182,9 +191,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int rank = kGrid                         ? static_cast<int>(blockIdx.x) % cluster_size
                    : kSpan == RingSpan::kCluster ? cluster_rank()
                                                  : 0;
-  const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * kWarpSize * kChunks * kColumns;
+  constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
+  const int run_columns = kTail ? p.run_columns : kWarpColumns;
+  const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * run_columns;
   const int left = static_cast<int>(p.cols) - begin;
   const int run = min(left, lanes * kChunks * kColumns);
+  const int behind = kTail ? min(left, run_columns) - run : 0;  // columns behind it, one to a lane
   // Columns from this lane's chunk k on, unclamped (see Share::left).
   const auto left_of = [&](int k) { return run - (lane + k * lanes) * kColumns; };
 
@@ -200,9 +212,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int place = kShort && kShares ? min(lane, lanes - 1) : lane;
   const int x_granule =
       kVectorized ? threadIdx.x % kWarpSize : team * (lanes * kChunks + 1) + place;
-  const unsigned ring =
-      keep(shared_address(ring_memory) + warp * kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY> +
-           x_granule * kChunkBytes);
+  const unsigned ring = keep(shared_address(ring_memory) +
+                             warp * kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY, kTail> +
+                             x_granule * kChunkBytes);
   const unsigned ring_end = ring + kStages * kStageBytes;
   const unsigned chunk_step = (kVectorized ? kWarpSize : lanes) * kChunkBytes;
   // From there to what this lane copies of dy, and to its chunks.
@@ -235,7 +247,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const bool apart = min(p.x_step, p.dy_step) >= 2 * kChunkBytes;
   const int careful = apart ? (kShort ? 2 : 1) : count;  // rows to the end
   // Of a run, and the one that it may reach into.
-  const int x_granules = run > 0 ? (run + kColumns - 1) / kColumns + 1 : 0;
+  const int x_granules = run > 0 ? (run + behind + kColumns - 1) / kColumns + 1 : 0;
   [[maybe_unused]] const int dy_granules =
       run > 0 ? (run * kDySize + kChunkBytes - 1) / kChunkBytes + 1 : 0;
   const auto copy_row = [&](unsigned slot) {
@@ -272,9 +284,11 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         copy_granules<kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy,
                                           kWideDy ? dy_granules : x_granules, lane, lanes);
       } else {
-        copy_last_granules<kSize, kChunks>(slot, chunk_step, x, p.x_end, run * kSize, lane, lanes);
-        copy_last_granules<kDySize, kChunks * kDyParts>(slot + dy_copies, dy_copy_step, dy,
-                                                        p.dy_end, run * kDySize, lane, lanes);
+        constexpr int kMore = kTail ? 1 : 0;
+        copy_last_granules<kSize, kChunks + kMore>(slot, chunk_step, x, p.x_end,
+                                                   (run + behind) * kSize, lane, lanes);
+        copy_last_granules<kDySize, kChunks * kDyParts + kMore>(
+            slot + dy_copies, dy_copy_step, dy, p.dy_end, (run + behind) * kDySize, lane, lanes);
       }
       x += p.x_step;
       dy += p.dy_step;
@@ -338,6 +352,14 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   }
   const RingWeight<X, kChunks> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
   float dw[kChunks][kColumns] = {}, db[kChunks][kColumns] = {};
+  TailColumn tail;
+  // From a lane's first chunk to its column behind them all; the row that is finished next begins
+  // as far into a granule as these say.
+  [[maybe_unused]] const int tail_place = kWarpColumns * kSize - lane * (kChunkBytes - kSize);
+  [[maybe_unused]] unsigned tail_x_low = x_low, tail_dy_low = dy_low;
+  if (lane < behind) {
+    tail.weight = load_weight<X>(p.weight, p.weight_dtype, begin + kWarpColumns + lane);
+  }
   // kGrid: leaves a row of partial sums, and begins another.
   [[maybe_unused]] int shares_left = p.dw_partials != nullptr ? p.shares : 0;
   [[maybe_unused]] int share_turns = p.share_turns;  // until then
@@ -427,13 +449,19 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
           dy_chunks.store(place, dy_step_of_chunks);
         }
       };
-      const Sums<float> sums = sum_chunks<X>(
+      float tail_x = 0, tail_dy = 0;
+      if (lane < behind) {
+        tail_x = load_element<X>(slot + tail_place + x_low % kChunkBytes);
+        tail_dy = load_element<X>(slot + dy_place + tail_place + dy_low % kChunkBytes);
+      }
+      Sums<float> sums = sum_chunks<X>(
           [&](int k) {
             if (k % kTogether == 0) align_chunks(k);
             if (k == 0) amid();
             return x_chunks.chunk(k % kTogether);
           },
           [&](int k) { return dy_chunks.chunk(k % kTogether); }, weight, mean);
+      if (lane < behind) sums.merge(tail.sums(tail_x, tail_dy, mean));
       x_low += static_cast<unsigned>(p.x_step);
       dy_low += static_cast<unsigned>(p.dy_step);
       return sums;
@@ -453,6 +481,17 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     // has no registers for the choice.)
     const int shifted = dx_low % kChunkBytes;
     const bool straight = kVectorized || (!kGrid && shifted == 0 && run % kColumns == 0);
+    if (lane < behind) {
+      const float tail_x = load_element<X>(slot + tail_place + tail_x_low % kChunkBytes);
+      const float tail_dy =
+          load_element<X>(slot + dy_place + tail_place + tail_dy_low % kChunkBytes);
+      Pack<X, 2> out;
+      const float value = tail.finish(tail_x, tail_dy, gradient);
+      out.set_pair(0, value, value);
+      *reinterpret_cast<X*>(dx + tail_place) = out.element(0);
+    }
+    tail_x_low += static_cast<unsigned>(p.x_step);
+    tail_dy_low += static_cast<unsigned>(p.dy_step);
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       Chunk x = {};
@@ -645,8 +684,8 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     return;
   }
 
-  leave_ring_sums<X, DY, kSpan, kVectorized, kChunks>(p, reinterpret_cast<float*>(ring_memory), dw,
-                                                      db, lanes, teams, rank, cluster_size);
+  leave_ring_sums<X, DY, kSpan, kVectorized, kTail>(p, reinterpret_cast<float*>(ring_memory), dw,
+                                                    db, tail, lanes, teams, rank, cluster_size);
 }
 
 // How many clusters of the ring's blocks run side by side: of kLargeClusterSize of the largest, and
@@ -692,12 +731,13 @@ template <bool kVectorized, class X, class DY>
 cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan,
                         cudaStream_t stream) {
   constexpr bool kPlain = kVectorized && std::is_same_v<X, DY>;
-  const auto launch_span = [&](auto span, auto cached, auto chunks, auto whole_warps) {
+  const auto launch_tail = [&](auto span, auto cached, auto chunks, auto whole_warps, auto tail) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kChunks = decltype(chunks)::value;
+    constexpr bool kTail = decltype(tail)::value;
     const auto kernel = backward_ring<X, DY, kSpan, kVectorized, decltype(cached)::value, kChunks,
-                                      decltype(whole_warps)::value>;
-    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY>;
+                                      decltype(whole_warps)::value, kTail>;
+    constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY, kTail>;
     constexpr bool kLarge = kSpan == RingSpan::kBlock && kPlain && kIs16Bit<X>;
     constexpr bool kWideLanes = kChunks > kRingChunks<X> && !kPlain;
     constexpr int kMostWarps = kLarge ? kRingWarps : kWideLanes ? kWideLaneWarps : kRingRowWarps;
@@ -716,6 +756,16 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
           .with_shared(bytes)
           .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
     }
+  };
+  const auto launch_span = [&](auto span, auto cached, auto chunks, auto whole_warps) {
+    constexpr RingSpan kSpan = decltype(span)::value;
+    if constexpr (kIs16Bit<X> && std::is_same_v<X, DY> && !kVectorized &&
+                  (kSpan == RingSpan::kBlock || kSpan == RingSpan::kCluster)) {
+      if (plan.run_columns > 0) {
+        return launch_tail(span, cached, chunks, whole_warps, std::true_type());
+      }
+    }
+    return launch_tail(span, cached, chunks, whole_warps, std::false_type());
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;
   const std::true_type cached, whole_warps;

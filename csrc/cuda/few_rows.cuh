@@ -186,7 +186,9 @@ constexpr int kFewRowsBlocks =
     kVectorized && (kSpan != RingSpan::kWarp || (sizeof(X) == 2 && kChunks == kRingChunks<X>)) ? 2
                                                                                                : 1;
 
-template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>>
+// kTail: see backward_ring.
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>,
+          bool kTail = false>
 __global__ void __launch_bounds__(kMaxThreadsPerRow,
                                   (kFewRowsBlocks<X, kSpan, kVectorized, kChunks>))
     backward_few_rows(const FewRowsParameters<X> p) {
@@ -229,8 +231,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const int group = kCluster ? 0 : warp / p.warps;
   const int row_warp = warp - group * p.warps;
   const int rank = kCluster ? cluster_rank() : 0;
-  const int begin = (rank * p.warps + row_warp) * kWarpSize * kChunks * kColumns * (kShort ? 0 : 1);
-  const int run = min(static_cast<int>(p.cols) - begin, lanes * kChunks * kColumns);
+  constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
+  const int run_columns = kTail ? p.run_columns : kWarpColumns;
+  const int begin = (rank * p.warps + row_warp) * run_columns * (kShort ? 0 : 1);
+  const int left = static_cast<int>(p.cols) - begin;
+  const int run = min(left, lanes * kChunks * kColumns);
+  const int tail_column = begin + kWarpColumns + lane;
+  const bool has_tail = kTail && lane < min(left, run_columns) - run;
   const auto column = [&](int k) { return (lane + k * lanes) * kColumns; };  // of the run
 
   const int64_t unit = (blockIdx.x - p.column_blocks) / (kCluster ? p.cluster_size : 1);
@@ -250,6 +257,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     dy[k] = load_pack<kVectorized, X, kColumns>(p.dy + row * p.dy_row_stride + begin + column(k),
                                                 count);
   }
+  TailColumn tail;
+  float tail_x = 0, tail_dy = 0;
+  if (has_tail && active) {
+    tail_x = widen(p.x[row * p.x_row_stride + tail_column]);
+    tail_dy = widen(p.dy[row * p.dy_row_stride + tail_column]);
+    tail.weight = load_weight<X>(p.weight, p.weight_dtype, tail_column);
+  }
   const float mean = active ? p.mean[row] : 0.0f;
   const float rstd = active ? p.rstd[row] : 0.0f;
   PackedWeight<X, kChunks, kVectorized> packed_weight;
@@ -258,10 +272,17 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
 
   Sums<float> sums =
       sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; }, weight, mean);
+  if (has_tail) sums.merge(tail.sums(tail_x, tail_dy, mean));
   sums = RowSumsExchange<kSpan>::sum(storage.rows.sums, sums, lanes, p.warps, group, row_warp,
                                      p.cluster_size, lane);
 
   const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
+  if (has_tail && active) {
+    Pack<X, 2> out;
+    const float value = tail.finish(tail_x, tail_dy, gradient);
+    out.set_pair(0, value, value);
+    p.dx[row * p.cols + tail_column] = out.element(0);
+  }
   const auto dx_chunk = [&](int k) {
     Chunk out;
 #pragma unroll
@@ -301,6 +322,14 @@ cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& p
   const auto launch_span = [&](auto span, auto chunks) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kChunks = decltype(chunks)::value;
+    if constexpr (kIs16Bit<X> && kSpan != RingSpan::kWarp) {
+      if (plan.run_columns > 0) {
+        return Launch(plan.blocks, dim3(block_threads(plan)), stream)
+            .in_clusters(p.slices)
+            .overlapping(plan.overlap_launches)(backward_few_rows<X, kSpan, false, kChunks, true>,
+                                                p);
+      }
+    }
     return Launch(plan.blocks, dim3(block_threads(plan)), stream)
         .in_clusters(p.slices)
         .overlapping(plan.overlap_launches)(plan.vectorized

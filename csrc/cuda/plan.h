@@ -8,9 +8,9 @@
 // l, l + 32, and so on of them; in the backward thread t owns the chunks t, t + threads_per_row.
 //
 // What fixes the order of summation of y and dx (kernel, chunks_per_thread, columns_per_thread,
-// threads_per_row, cluster_size, segments) depends on the row's width, the dtypes and the device
-// alone, never on the number of rows or on alignment: a row's result does not depend on the batch
-// it came in.
+// threads_per_row, cluster_size, segments, run_columns) depends on the row's width, the dtypes and
+// the device alone, never on the number of rows or on alignment: a row's result does not depend on
+// the batch it came in.
 #pragma once
 
 #include <array>
@@ -165,6 +165,9 @@ struct BackwardPlan {
   int threads_per_row = 1;
   int rows_per_block = 1;
   int cluster_size = 1;
+  // kRing, kFewRows: of a row, those of a warp whose lanes have a column each behind their chunks.
+  // Zero where they have chunks alone.
+  int run_columns = 0;
   int64_t segments = 1;
   bool vectorized = false;
   bool packed = false;  // rows in a part of a warp follow each other without idle lanes

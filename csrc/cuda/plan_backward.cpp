@@ -168,6 +168,7 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = plan.slices = shape.cluster_size;
+  plan.run_columns = shape.run_columns;
   // Two warps at the least, where a row takes one: they are the tiles' too, and 128 x 768 bfloat16
   // took 3.25 us in a CUDA graph on an H200 by one, 2.28 us by two.
   const int64_t least_rows = shape.threads == kWarpSize ? 2 : rows_per_warp(plan);
@@ -216,7 +217,7 @@ StreamShape choose_stream(const BackwardProblem& problem, int64_t chunks,
   stream.elements = problem.dx ? element_shape(problem, device, request) : std::nullopt;
   const bool asks_for_elements = asks_for(Kernel::kElements) || asks_for(Kernel::kFewElements);
   const bool by_ring_anyway = asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows) ||
-                              (!asks_for_elements && ring_holds_uneven_rows(problem));
+                              (!asks_for_elements && ring_holds_uneven_rows(problem, device));
   if (stream.ring && by_ring_anyway) stream.elements.reset();
   const auto are_few = [&](const RingShape& shape, Kernel kernel) {
     return shape.cluster_size <= kMaxClusterSize &&

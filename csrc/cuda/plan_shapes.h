@@ -35,6 +35,7 @@ struct RingShape {
   int cluster_size = 1;
   int grid_rows = 0;
   int lane_chunks = 0;  // of each lane, in the backward
+  int run_columns = 0;  // of a warp, in the backward; see BackwardPlan
 };
 
 // Whether rows of x's dtype can be streamed through shared memory.

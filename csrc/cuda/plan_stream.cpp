@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 
 namespace fastnorm::cuda {
 namespace {
@@ -75,6 +76,11 @@ std::optional<RingShape> warp_shape(const BackwardProblem& problem) {
   return best.threads <= kWarpSize ? std::optional(best) : std::nullopt;
 }
 
+// Of 16-bit rows that end within a chunk: columns that a warp holds in chunks, and those that
+// stream on a multiprocessor.
+constexpr int64_t kUnevenColumns = 512;
+constexpr int64_t kMostUnevenColumns = 8192;
+
 // Whether rows of partial sums take little memory: 2 % of x, or 8 MB if x has less than 128 MB.
 // (With 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each
 // for itself; 1024 x 8192 26.8 and 25.8 us.)
@@ -95,6 +101,73 @@ int least_merged(int64_t blocks, const BackwardProblem& problem) {
   int merged = 1;
   while (problem.weight_grads && merged < kMost && !are_few(blocks / merged, problem)) merged *= 2;
   return merged;
+}
+
+// Columns of each warp of a row that has more than their chunks, so that lanes have a column each
+// behind theirs; zero if it has no more.
+int tail_columns(int64_t cols, int64_t warps) {
+  constexpr int64_t kChunk = kChunkBytes / 2;
+  if (cols <= warps * kUnevenColumns) return 0;
+  return static_cast<int>(ceil_div(ceil_div(cols, warps), kChunk) * kChunk);
+}
+
+// What 16-bit rows that end within a chunk reach, in parts of an elementwise sum, where a row has
+// `warps` in each of `size` blocks, and `together` of them are under way on a multiprocessor.
+//
+// As much as the columns under way there, up to some number. Few warps of each of many rows wait
+// less for each other than many of one: on 92 multiprocessors of an H100, which give each as much
+// memory as an H200 does, 8191 columns of bfloat16 by 16 warps .75, by eight in each of two blocks
+// .79, by four in each of four .86; five or seven in a block, which the four parts of a
+// multiprocessor do not share evenly, .61 where as many columns in threes are .76 (8193 columns). A
+// column behind the chunks of lanes takes 6 percent, in large blocks twice that: 16383 columns .87,
+// 16385 .81. On an H100 as it is, whose memory sets the pace, all of this is within 3 percent.
+double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
+                    const DeviceProperties& device) {
+  const bool alone = size == 1;
+  const bool has_tail = cols > size * warps * kUnevenColumns;
+  const double busy = static_cast<double>(cols * together) /
+                      static_cast<double>(size * kMostUnevenColumns) * cluster_fit(size, together);
+  if (has_slow_memory(device)) {
+    const double enough = alone ? 0.65 : 0.8;
+    return std::sqrt(std::min(1.0, busy / enough)) * (alone ? 1.04 : 1) * (has_tail ? 0.99 : 1);
+  }
+  constexpr double kBusy = 0.78;
+  constexpr std::array<double, kMaxThreadsPerRow / kWarpSize + 1> kOfWarps = {
+      0, 0.7, 0.85, 1, 1, 0.875, 1.02, 0.87, 0.87, 0.95, 1, 1, 0.97, 0.88, 0.9, 0.8, 0.8};
+  constexpr int64_t kManyWarps = 12;
+  const double limited = busy <= kBusy ? busy : kBusy + (busy - kBusy) / 2;
+  const double tail = !has_tail ? 1 : warps <= kManyWarps ? 0.94 : 0.86;
+  return limited * kOfWarps[static_cast<size_t>(warps)] * (alone ? 1.15 : 1) * tail;
+}
+
+// The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
+// warps that promise most. Of an elementwise sum, before (by a block, or the smallest cluster that
+// leaves few threads idle, without columns behind chunks) and so, bfloat16, on 92 multiprocessors
+// of an H100 and on all: 1025 columns .79, .82 and .84, .87; 4097 .65, .865 and .83, .905; 6145
+// .73, .905 and .79, .905; 8191 .74, .90 and .86, .89; 8705 .645, .86 and .79, .88; 10001 .72, .885
+// and .82, .885; 12289 .68, .885 and .78, .89; 16385 .71, .835 and .80, .88; 32769 .56, .82 and
+// .65, .91; 50257 .54, .815 and .59, .835. Beside a float32 dy lanes have no columns behind their
+// chunks.
+std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DeviceProperties& device) {
+  constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
+  std::optional<RingShape> best;
+  double best_ratio = 0;
+  for (int size = 1; size <= kMaxClusterSize; ++size) {
+    for (const int64_t most : {kUnevenColumns, kUnevenColumns + kWarpSize}) {
+      const int64_t warps = ceil_div(ceil_div(cols, most), size);
+      const int columns = tail_columns(cols, warps * size);
+      if (warps > kWarps || warps * size == 1 || (wide_dy && columns > 0)) continue;
+      const int64_t room = kWarps / warps;
+      const int64_t rows = (kMostUnevenColumns + cols / 2) / cols;
+      const int64_t together = size > 1 ? room : std::clamp<int64_t>(rows, 1, room);
+      const double ratio = uneven_ratio(cols, size, warps, together, device);
+      if (ratio <= best_ratio) continue;
+      best_ratio = ratio;
+      best = RingShape{static_cast<int>(warps * kWarpSize), size};
+      best->run_columns = columns;
+    }
+  }
+  return best;
 }
 
 constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
@@ -141,11 +214,6 @@ int choose_merged(int64_t blocks, const BackwardProblem& problem, const DevicePr
 //   columns, pairs with 160, one on a multiprocessor, .73, one block with 288 .92; 6144, one block
 //   .90; 8192, one block .89, pairs .91; 9216, pairs with 160 .76, pairs with 288 .90; 18432,
 //   eights with 160 .75, fours with 288 .89.
-//
-// Rows that end within a chunk wait less for each other in several blocks on a multiprocessor, and
-// in clusters of a power of two: 12289 columns of bfloat16, pairs with 416 threads .59, fives with
-// 160 .65; 32767, fours with 512 .64, eights with 256 .68; 20001, fives with 256 .65, eights with
-// 160 .67.
 std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
                                     const PlanRequest& request) {
   // Very short rows have too few columns per lane for the ring's bookkeeping: 8388608 x 16 bfloat16
@@ -169,32 +237,24 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (least_size == 1) {
     if (const auto shape = warp_shape(problem)) return shape;
   }
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  if (is_16_bit && ends_within_a_chunk(problem) && !asked) {
+    if (const auto shape = uneven_shape(problem.cols, wide_dy, device)) return shape;
+  }
   constexpr double kBusy = 0.74;
-  constexpr double kLeastOfBlock = 0.62;  // of rows that end within a chunk
-  constexpr double kAlone = 0.85;         // of their pairs, with one block on a multiprocessor
-  constexpr double kTooBusy = 1.5;        // of what float32 has otherwise
+  constexpr double kTooBusy = 1.5;  // of what float32 has otherwise
   constexpr std::array<int, 8> kInTurn = {1, 2, 3, 4, 5, 6, 7, 8};
   constexpr std::array<int, 8> kPowersFirst = {1, 2, 4, 8, 3, 5, 6, 7};
   const int most = ring_threads(problem.x_dtype);
-  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
-  const bool waits = is_16_bit && ends_within_a_chunk(problem);
-  const bool in_turn = asked || (is_16_bit && !waits);
   RingShape best;
   double best_share = 0;
-  for (int size : in_turn ? kInTurn : kPowersFirst) {
+  for (int size : asked || is_16_bit ? kInTurn : kPowersFirst) {
     const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
     if (size < least_size || each > kMaxThreadsPerRow) continue;
     const RingShape shape{static_cast<int>(each), size};
     if (asked) return shape;
     const double share = busy_share(threads, size, each, most);
-    const bool alone = most / each <= 1;
-    bool fits = share <= kTooBusy;
-    if (size == 1) {
-      fits &= !waits || 2 * threads <= kMaxThreadsPerRow || share >= kLeastOfBlock;
-    } else {
-      fits &= share >= kBusy && !(waits && alone && (size > 2 || share < kAlone));
-    }
-    if (fits) return shape;
+    if (share <= kTooBusy && (size == 1 || share >= kBusy)) return shape;
     if (share > best_share) {
       best = shape;
       best_share = share;
@@ -211,21 +271,26 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // Whether rows that end within a chunk are better off in the ring than by column: of a 16-bit type,
 // long ones, and others in warps with few idle lanes. Of an elementwise sum, 134 MB on an H200, in
 // the ring and by column: bfloat16 551 columns .51 and .66, 1023 .84 and .83, 1317 .74 and .79,
-// 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80, 4097 .63 and .59, 5501
-// .65 and .59, 8357 .64 and .55, 12289 .66 and .66, 24577 .60 and .61, 32769 .57 and .46, 50257 .56
-// and .53; float32 1023 .91 and .90, 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88.
-bool ring_holds_uneven_rows(const BackwardProblem& problem) {
+// 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80; float32 1023 .91 and .90,
+// 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88. With columns behind chunks, on 92
+// multiprocessors of an H100 (see uneven_ratio): 1025 .84 and .79, 2049 .84 and .83, 2601 .82 and
+// .785, 3073 .78 and .83, 3601 .825 and .83.
+//
+// On an H100 as it is, where instructions count for less, the ring is better from 1025 columns on:
+// 1101 .905 and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89.
+bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
   constexpr int64_t kMostColumns = 65536;
-  if (size_in_bytes(problem.x_dtype) != 2 || problem.cols > kMostColumns) return false;
-  const int64_t warp_columns =
-      kWarpSize * backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
-  const int64_t warps = ceil_div(problem.cols, warp_columns);
+  const int64_t cols = problem.cols;
+  if (size_in_bytes(problem.x_dtype) != 2 || cols > kMostColumns) return false;
+  const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
+  const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
   if (2 * warps > kWarps) return true;
+  if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
+  const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
   const int64_t rows = kWarps / warps;  // of a block
-  const auto cols = static_cast<double>(problem.cols);
-  return warps > 1 && cols >= 0.87 * static_cast<double>(warps * warp_columns) &&
-         cols * static_cast<double>(rows) >= 0.65 * static_cast<double>(kWarps * warp_columns);
+  const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kWarps);
+  return warps > 1 && full >= 0.87 && busy >= (full > 1 ? 0.77 : 0.65);
 }
 
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,
@@ -373,6 +438,7 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = shape.cluster_size;
+  plan.run_columns = shape.run_columns;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool in_cluster = shape.cluster_size > 1;
   const bool short_rows = shape.threads <= kWarpSize && !in_cluster;

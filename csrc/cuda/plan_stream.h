@@ -44,7 +44,7 @@ inline int ring_chunks(const RingShape& shape, const BackwardProblem& problem) {
 }
 
 // Whether rows that end within a chunk are better off in the ring than by column.
-bool ring_holds_uneven_rows(const BackwardProblem& problem);
+bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device);
 
 // Make a plan of such a shape; they return how many blocks there are to be.
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,

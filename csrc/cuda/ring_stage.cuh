@@ -18,17 +18,19 @@ constexpr int kRingStages = sizeof(DY) > sizeof(X)     ? 3
                                                        : (sizeof(X) == 2 ? 4 : 3);
 
 // Granules of a tensor of T beside rows of X, in a stage of a warp. An unaligned row reaches into
-// one more per team.
-template <class X, RingSpan kSpan, bool kVectorized, int kChunks, class T = X>
+// one more per team. kTail: a column for each lane behind its chunks.
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks, class T = X, bool kTail = false>
 constexpr int kRingGranules = kWarpSize * kChunks * static_cast<int>(sizeof(T) / sizeof(X)) +
                               (kVectorized                ? 0
                                : kSpan == RingSpan::kWarp ? kWarpSize
-                                                          : 1);
+                                                          : 1) +
+                              (kTail ? kWarpSize * static_cast<int>(sizeof(T)) / kChunkBytes : 0);
 
-template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>, class DY = X>
+template <class X, RingSpan kSpan, bool kVectorized, int kChunks = kRingChunks<X>, class DY = X,
+          bool kTail = false>
 constexpr int kRingWarpBytes = kRingStages<X, kSpan, DY> * kChunkBytes *
-                               (kRingGranules<X, kSpan, kVectorized, kChunks> +
-                                kRingGranules<X, kSpan, kVectorized, kChunks, DY>);
+                               (kRingGranules<X, kSpan, kVectorized, kChunks, X, kTail> +
+                                kRingGranules<X, kSpan, kVectorized, kChunks, DY, kTail>);
 
 // kCount elements of T from neighbouring granules in shared memory.
 template <class T, int kCount>

@@ -45,6 +45,16 @@ struct PackedWeight {
   }
 };
 
+// The weight of a single column.
+template <class X>
+__device__ __forceinline__ float load_weight(const void* weight, DType dtype, int column) {
+  if (weight == nullptr) return 1.0f;
+  if (sizeof(X) != sizeof(float) && dtype == DType::kFloat32) {
+    return static_cast<const float*>(weight)[column];
+  }
+  return widen(static_cast<const X*>(weight)[column]);
+}
+
 template <class X, int kChunks>
 struct RingWeight {
   static constexpr int kColumns = kChunkColumns<X>;
@@ -112,6 +122,23 @@ struct RowGradient {
   // `scaled`: dy * rstd.
   __device__ __forceinline__ float dx(float centred, float scaled, float weight) const {
     return fma(-slope, centred, fma(scaled, weight, -offset));
+  }
+};
+
+// A column that a lane has behind its warp's chunks: its weight, and what it has of dw and db.
+struct TailColumn {
+  float weight = 1, dw = 0, db = 0;
+
+  __device__ __forceinline__ Sums<float> sums(float x, float dy, float mean) const {
+    const float wdy = dy * weight;
+    return {(x - mean) * wdy, wdy};
+  }
+  // Counts dy in, and gives dx.
+  __device__ __forceinline__ float finish(float x, float dy, const RowGradient& gradient) {
+    const float centred = x - gradient.mean, scaled = dy * gradient.rstd;
+    dw = fma(scaled, centred, dw);
+    db += dy;
+    return gradient.dx(centred, scaled, weight);
   }
 };
 
