@@ -170,6 +170,36 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
   return best;
 }
 
+// On an H100: the smallest cluster of which near to three quarters of the columns stream on a
+// multiprocessor, in one block or two; none for rows that a block streams as well. Of an
+// elementwise sum there, by a block or the smallest cluster that leaves few threads idle, and so:
+// bfloat16 8704 columns .925 and .95, 9216 .935 and .955, 14336 .94 and .95, 16384 .935 and .95,
+// 18432 .935 and .95, 24576 .93 and .96, 32768 .93 and .95, 49152 .935 and .96; float32 5120 .945
+// and .955, 6144 .935 and .96, 8192 .945 and .965, 12288 .94 and .965, 24576 .935 and .96. In three
+// blocks and more 8704 .93, 14336 .93, 16384 .925.
+std::optional<RingShape> slow_shape(const BackwardProblem& problem) {
+  const int64_t most = ring_threads(problem.x_dtype);
+  const int64_t columns = backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
+  const int64_t threads = ceil_div(problem.cols, columns);
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const int64_t most_threads = is_16_bit ? kMaxThreadsPerRow : kMostCachedThreads;
+  if (threads <= (is_16_bit ? most : most * 7 / 6)) return std::nullopt;
+  constexpr double kLeast = 0.6, kBest = 0.75, kMost = 0.81;
+  std::optional<RingShape> best;
+  double least_off = kBest;
+  for (int size = 2; size <= kMaxClusterSize; ++size) {
+    const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
+    const int64_t together = std::max<int64_t>(1, most / each);
+    const double busy = static_cast<double>(threads * together) / static_cast<double>(size * most);
+    if (each > most_threads || together > 2 || busy < kLeast || busy > kMost) continue;
+    const double off = std::abs(busy - kBest);
+    if (off >= least_off) continue;
+    least_off = off;
+    best = RingShape{static_cast<int>(each), size};
+  }
+  return best;
+}
+
 constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
 
 // As of a 16-bit x whose y was float32.
@@ -240,6 +270,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   if (is_16_bit && ends_within_a_chunk(problem) && !asked) {
     if (const auto shape = uneven_shape(problem.cols, wide_dy, device)) return shape;
+  } else if (has_slow_memory(device) && !wide_dy && !asked) {
+    if (const auto shape = slow_shape(problem)) return shape;
   }
   constexpr double kBusy = 0.74;
   constexpr double kTooBusy = 1.5;  // of what float32 has otherwise
@@ -429,9 +461,9 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
 // 29), and where more columns stream than is best, rows brake (see backward_ring). Of an
 // elementwise sum, without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93 and
 // .97, not aligned 4095 .875 and .92, 7777 .87 and .90, 8191 .85 and .90; float32 2048 and 4096
-// .955 and .995, 4608 .95 and .955; in clusters bfloat16 14336 .93 and .935, 16384 .92 and .935,
-// 24576 .90 and .92, 49152 .91 and .935, but float32 16384 .955 and .945, and not aligned 16385 .85
-// and .82, 65535 .92 and .88. Where no more stream it costs up to 5 percent (12288 .95 and .90).
+// .955 and .995, 4608 .95 and .955; in clusters as large as an H200's bfloat16 16384 .92
+// and .935, 65536 .93 and .94, but float32 16384 .955 and .945, and not aligned 16385 .85 and .82,
+// 65535 .92 and .88. Where no more stream it costs up to 5 percent (12288 .95 and .90).
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
