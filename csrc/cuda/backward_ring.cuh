@@ -134,7 +134,8 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
 // lane finds its own among those that others have copied. 65536 x 1024 bfloat16 took 171 us in
 // registers on an H200, 146 us so. kCached: copies pass the L1 cache, for which there is room.
 // kWholeWarps: ptxas knows that all lanes of a warp are there. kTail: each lane may have a column
-// behind its warp's chunks, so that rows of a few columns more take no warp more.
+// behind its warp's chunks, so that rows of a few columns more take no warp more. (All of them in
+// the last warp of a row, for which the others then wait: the same to 1 percent.)
 template <class X, class DY, RingSpan kSpan, bool kVectorized, bool kCached,
           int kChunks = kRingChunks<X>, bool kWholeWarps = true, bool kTail = false>
 __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>))
@@ -357,7 +358,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // as far into a granule as these say.
   [[maybe_unused]] const int tail_place = kWarpColumns * kSize - lane * (kChunkBytes - kSize);
   [[maybe_unused]] unsigned tail_x_low = x_low, tail_dy_low = dy_low;
-  if (lane < behind) {
+  if (kTail && lane < behind) {
     tail.weight = load_weight<X>(p.weight, p.weight_dtype, begin + kWarpColumns + lane);
   }
   // kGrid: leaves a row of partial sums, and begins another.
@@ -450,7 +451,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         }
       };
       float tail_x = 0, tail_dy = 0;
-      if (lane < behind) {
+      if (kTail && lane < behind) {
         tail_x = load_element<X>(slot + tail_place + x_low % kChunkBytes);
         tail_dy = load_element<X>(slot + dy_place + tail_place + dy_low % kChunkBytes);
       }
@@ -461,7 +462,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
             return x_chunks.chunk(k % kTogether);
           },
           [&](int k) { return dy_chunks.chunk(k % kTogether); }, weight, mean);
-      if (lane < behind) sums.merge(tail.sums(tail_x, tail_dy, mean));
+      if (kTail && lane < behind) sums.merge(tail.sums(tail_x, tail_dy, mean));
       x_low += static_cast<unsigned>(p.x_step);
       dy_low += static_cast<unsigned>(p.dy_step);
       return sums;
@@ -481,14 +482,11 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     // has no registers for the choice.)
     const int shifted = dx_low % kChunkBytes;
     const bool straight = kVectorized || (!kGrid && shifted == 0 && run % kColumns == 0);
-    if (lane < behind) {
+    if (kTail && lane < behind) {
       const float tail_x = load_element<X>(slot + tail_place + tail_x_low % kChunkBytes);
       const float tail_dy =
           load_element<X>(slot + dy_place + tail_place + tail_dy_low % kChunkBytes);
-      Pack<X, 2> out;
-      const float value = tail.finish(tail_x, tail_dy, gradient);
-      out.set_pair(0, value, value);
-      *reinterpret_cast<X*>(dx + tail_place) = out.element(0);
+      *reinterpret_cast<X*>(dx + tail_place) = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
     }
     tail_x_low += static_cast<unsigned>(p.x_step);
     tail_dy_low += static_cast<unsigned>(p.dy_step);

@@ -278,10 +278,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
 
   const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
   if (has_tail && active) {
-    Pack<X, 2> out;
-    const float value = tail.finish(tail_x, tail_dy, gradient);
-    out.set_pair(0, value, value);
-    p.dx[row * p.cols + tail_column] = out.element(0);
+    p.dx[row * p.cols + tail_column] = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
   }
   const auto dx_chunk = [&](int k) {
     Chunk out;

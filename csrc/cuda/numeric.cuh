@@ -41,6 +41,18 @@ __device__ __forceinline__ Accumulator<T> widen(T value) {
   }
 }
 
+// The nearest value of T.
+template <class T>
+__device__ __forceinline__ T narrow(float value) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return __float2bfloat16_rn(value);
+  } else if constexpr (std::is_same_v<T, Half>) {
+    return __float2half_rn(value);
+  } else {
+    return value;
+  }
+}
+
 // kCount consecutive elements of T (an even number), moved by accesses of up to 16 bytes. 16-bit
 // elements are kept as pairs in 32-bit words and unpacked by hand. As an array of elements the
 // compiler shuffled halves of registers, eight instructions for each element: the forward of 16384

@@ -143,7 +143,7 @@ double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
 // The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
 // warps that promise most. Of an elementwise sum, before (by a block, or the smallest cluster that
 // leaves few threads idle, without columns behind chunks) and so, bfloat16, on 92 multiprocessors
-// of an H100 and on all: 1025 columns .79, .82 and .84, .87; 4097 .65, .865 and .83, .905; 6145
+// of an H100 and on all: 1025 columns .79, .82 and .84, .92; 4097 .65, .865 and .83, .905; 6145
 // .73, .905 and .79, .905; 8191 .74, .90 and .86, .89; 8705 .645, .86 and .79, .88; 10001 .72, .885
 // and .82, .885; 12289 .68, .885 and .78, .89; 16385 .71, .835 and .80, .88; 32769 .56, .82 and
 // .65, .91; 50257 .54, .815 and .59, .835. Beside a float32 dy lanes have no columns behind their
