@@ -143,16 +143,18 @@ double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
 // The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
 // warps that promise most. Of an elementwise sum, before (by a block, or the smallest cluster that
 // leaves few threads idle, without columns behind chunks) and so, bfloat16, on 92 multiprocessors
-// of an H100 and on all: 1025 columns .79, .82 and .84, .92; 4097 .65, .865 and .83, .905; 6145
-// .73, .905 and .79, .905; 8191 .74, .90 and .86, .89; 8705 .645, .86 and .79, .88; 10001 .72, .885
-// and .82, .885; 12289 .68, .885 and .78, .89; 16385 .71, .835 and .80, .88; 32769 .56, .82 and
-// .65, .91; 50257 .54, .815 and .59, .835. Beside a float32 dy lanes have no columns behind their
-// chunks.
+// of an H100 and on all: 1025 columns .79, .82 and .84, .92; 4097 .65, .865 and .83, .905; 8705
+// .645, .86 and .79, .88; 10001 .72, .885 and .82, .885; 12289 .68, .885 and .78, .89; 16385 .71,
+// .835 and .80, .88; 32769 .56, .82 and .65, .91; 50257 .54, .815 and .59, .835. Beside a float32
+// dy lanes have no columns behind their chunks.
 std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DeviceProperties& device) {
   constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
   std::optional<RingShape> best;
   double best_ratio = 0;
-  for (int size = 1; size <= kMaxClusterSize; ++size) {
+  // Of rows that a block holds, blocks merge their partial sums, which clusters of them do not:
+  // those of 124 clusters of four would take 6 % of 134 MB of 8191 columns.
+  const int most_blocks = cols <= kMostUnevenColumns ? 1 : kMaxClusterSize;
+  for (int size = 1; size <= most_blocks; ++size) {
     for (const int64_t most : {kUnevenColumns, kUnevenColumns + kWarpSize}) {
       const int64_t warps = ceil_div(ceil_div(cols, most), size);
       const int columns = tail_columns(cols, warps * size);
@@ -171,19 +173,19 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
 }
 
 // On an H100: the smallest cluster of which near to three quarters of the columns stream on a
-// multiprocessor, in one block or two; none for rows that a block streams as well. Of an
-// elementwise sum there, by a block or the smallest cluster that leaves few threads idle, and so:
-// bfloat16 8704 columns .925 and .95, 9216 .935 and .955, 14336 .94 and .95, 16384 .935 and .95,
-// 18432 .935 and .95, 24576 .93 and .96, 32768 .93 and .95, 49152 .935 and .96; float32 5120 .945
-// and .955, 6144 .935 and .96, 8192 .945 and .965, 12288 .94 and .965, 24576 .935 and .96. In three
-// blocks and more 8704 .93, 14336 .93, 16384 .925.
+// multiprocessor, in one block or two; none for rows that a block streams as well, whose partial
+// sums can be merged. Of an elementwise sum there, by a block or the smallest cluster that leaves
+// few threads idle, and so: bfloat16 8704 columns .925 and .95, 9216 .935 and .955, 14336 .94 and
+// .95, 16384 .935 and .95, 18432 .935 and .95, 24576 .93 and .96, 32768 .93 and .95, 49152 .935 and
+// .96; float32 8192 .945 and .965, 12288 .94 and .965, 24576 .935 and .96. In three blocks and more
+// 8704 .93, 14336 .93, 16384 .925.
 std::optional<RingShape> slow_shape(const BackwardProblem& problem) {
   const int64_t most = ring_threads(problem.x_dtype);
   const int64_t columns = backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
   const int64_t threads = ceil_div(problem.cols, columns);
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const int64_t most_threads = is_16_bit ? kMaxThreadsPerRow : kMostCachedThreads;
-  if (threads <= (is_16_bit ? most : most * 7 / 6)) return std::nullopt;
+  if (threads <= (is_16_bit ? most : most * 3 / 2)) return std::nullopt;
   constexpr double kLeast = 0.6, kBest = 0.75, kMost = 0.81;
   std::optional<RingShape> best;
   double least_off = kBest;
@@ -519,7 +521,8 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const int merged = least_merged(blocks, problem);
   if (merged == 1) return blocks;
   if (by_memory) return some / 4 * 4;
-  return merged == 2 ? (slow ? sms : blocks) / 2 * 2 : resident_clusters(4, 1, device) * 4;
+  const bool all = slow && are_few(sms / 2, problem);
+  return merged == 2 ? (all ? sms : blocks) / 2 * 2 : resident_clusters(4, 1, device) * 4;
 }
 
 // Rows by column: how many a block works on at a time, and how many blocks there are.
