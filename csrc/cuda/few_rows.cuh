@@ -319,20 +319,14 @@ cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& p
   const auto launch_span = [&](auto span, auto chunks) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kChunks = decltype(chunks)::value;
+    auto kernel = plan.vectorized ? backward_few_rows<X, kSpan, true, kChunks>
+                                  : backward_few_rows<X, kSpan, false, kChunks>;
     if constexpr (kIs16Bit<X> && kSpan != RingSpan::kWarp) {
-      if (plan.run_columns > 0) {
-        return Launch(plan.blocks, dim3(block_threads(plan)), stream)
-            .in_clusters(p.slices)
-            .overlapping(plan.overlap_launches)(backward_few_rows<X, kSpan, false, kChunks, true>,
-                                                p);
-      }
+      if (plan.run_columns > 0) kernel = backward_few_rows<X, kSpan, false, kChunks, true>;
     }
     return Launch(plan.blocks, dim3(block_threads(plan)), stream)
         .in_clusters(p.slices)
-        .overlapping(plan.overlap_launches)(plan.vectorized
-                                                ? backward_few_rows<X, kSpan, true, kChunks>
-                                                : backward_few_rows<X, kSpan, false, kChunks>,
-                                            p);
+        .overlapping(plan.overlap_launches)(kernel, p);
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;
   if (plan.cluster_size > 1) {

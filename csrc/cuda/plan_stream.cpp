@@ -76,10 +76,12 @@ std::optional<RingShape> warp_shape(const BackwardProblem& problem) {
   return best.threads <= kWarpSize ? std::optional(best) : std::nullopt;
 }
 
-// Of 16-bit rows that end within a chunk: columns that a warp holds in chunks, and those that
-// stream on a multiprocessor.
-constexpr int64_t kUnevenColumns = 512;
-constexpr int64_t kMostUnevenColumns = 8192;
+// Of 16-bit rows that end within a chunk: the most warps of a block, columns of a chunk, those that
+// a warp holds in chunks, and those that stream on a multiprocessor.
+constexpr int64_t kRowWarps = kMaxThreadsPerRow / kWarpSize;
+constexpr int64_t kUnevenChunk = kChunkBytes / 2;
+constexpr int64_t kUnevenColumns = kWarpSize * backward_chunks(DType::kBFloat16) * kUnevenChunk;
+constexpr int64_t kMostUnevenColumns = kRowWarps * kUnevenColumns;
 
 // Whether rows of partial sums take little memory: 2 % of x, or 8 MB if x has less than 128 MB.
 // (With 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each
@@ -106,9 +108,8 @@ int least_merged(int64_t blocks, const BackwardProblem& problem) {
 // Columns of each warp of a row that has more than their chunks, so that lanes have a column each
 // behind theirs; zero if it has no more.
 int tail_columns(int64_t cols, int64_t warps) {
-  constexpr int64_t kChunk = kChunkBytes / 2;
   if (cols <= warps * kUnevenColumns) return 0;
-  return static_cast<int>(ceil_div(ceil_div(cols, warps), kChunk) * kChunk);
+  return static_cast<int>(ceil_div(ceil_div(cols, warps), kUnevenChunk) * kUnevenChunk);
 }
 
 // What 16-bit rows that end within a chunk reach, in parts of an elementwise sum, where a row has
@@ -132,7 +133,7 @@ double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
     return std::sqrt(std::min(1.0, busy / enough)) * (alone ? 1.04 : 1) * (has_tail ? 0.99 : 1);
   }
   constexpr double kBusy = 0.78;
-  constexpr std::array<double, kMaxThreadsPerRow / kWarpSize + 1> kOfWarps = {
+  constexpr std::array<double, kRowWarps + 1> kOfWarps = {
       0, 0.7, 0.85, 1, 1, 0.875, 1.02, 0.87, 0.87, 0.95, 1, 1, 0.97, 0.88, 0.9, 0.8, 0.8};
   constexpr int64_t kManyWarps = 12;
   const double limited = busy <= kBusy ? busy : kBusy + (busy - kBusy) / 2;
@@ -148,7 +149,6 @@ double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
 // .835 and .80, .88; 32769 .56, .82 and .65, .91; 50257 .54, .815 and .59, .835. Beside a float32
 // dy lanes have no columns behind their chunks.
 std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DeviceProperties& device) {
-  constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
   std::optional<RingShape> best;
   double best_ratio = 0;
   // Of rows that a block holds, blocks merge their partial sums, which clusters of them do not:
@@ -158,8 +158,8 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
     for (const int64_t most : {kUnevenColumns, kUnevenColumns + kWarpSize}) {
       const int64_t warps = ceil_div(ceil_div(cols, most), size);
       const int columns = tail_columns(cols, warps * size);
-      if (warps > kWarps || warps * size == 1 || (wide_dy && columns > 0)) continue;
-      const int64_t room = kWarps / warps;
+      if (warps > kRowWarps || warps * size == 1 || (wide_dy && columns > 0)) continue;
+      const int64_t room = kRowWarps / warps;
       const int64_t rows = (kMostUnevenColumns + cols / 2) / cols;
       const int64_t together = size > 1 ? room : std::clamp<int64_t>(rows, 1, room);
       const double ratio = uneven_ratio(cols, size, warps, together, device);
@@ -172,18 +172,16 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
   return best;
 }
 
-// On an H100: the smallest cluster of which near to three quarters of the columns stream on a
-// multiprocessor, in one block or two; none for rows that a block streams as well, whose partial
-// sums can be merged. Of an elementwise sum there, by a block or the smallest cluster that leaves
-// few threads idle, and so: bfloat16 8704 columns .925 and .95, 9216 .935 and .955, 14336 .94 and
-// .95, 16384 .935 and .95, 18432 .935 and .95, 24576 .93 and .96, 32768 .93 and .95, 49152 .935 and
-// .96; float32 8192 .945 and .965, 12288 .94 and .965, 24576 .935 and .96. In three blocks and more
-// 8704 .93, 14336 .93, 16384 .925.
-std::optional<RingShape> slow_shape(const BackwardProblem& problem) {
-  const int64_t most = ring_threads(problem.x_dtype);
-  const int64_t columns = backward_chunks(problem.x_dtype) * chunk_columns(problem.x_dtype);
-  const int64_t threads = ceil_div(problem.cols, columns);
-  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+// Of rows that take `threads`, on an H100: the smallest cluster of which near to three quarters of
+// the columns stream on a multiprocessor, in one block or two; none for rows that a block streams
+// as well, whose partial sums can be merged. Of an elementwise sum there, by a block or the
+// smallest cluster that leaves few threads idle, and so: bfloat16 8704 columns .925 and .95, 9216
+// .935 and .955, 14336 .94 and .95, 16384 .935 and .95, 18432 .935 and .95, 24576 .93 and .96,
+// 32768 .93 and .95, 49152 .935 and .96; float32 8192 .945 and .965, 12288 .94 and .965, 24576 .935
+// and .96. In three blocks and more 8704 .93, 14336 .93, 16384 .925.
+std::optional<RingShape> slow_shape(int64_t threads, DType x_dtype) {
+  const int64_t most = ring_threads(x_dtype);
+  const bool is_16_bit = size_in_bytes(x_dtype) == 2;
   const int64_t most_threads = is_16_bit ? kMaxThreadsPerRow : kMostCachedThreads;
   if (threads <= (is_16_bit ? most : most * 3 / 2)) return std::nullopt;
   constexpr double kLeast = 0.6, kBest = 0.75, kMost = 0.81;
@@ -273,7 +271,7 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   if (is_16_bit && ends_within_a_chunk(problem) && !asked) {
     if (const auto shape = uneven_shape(problem.cols, wide_dy, device)) return shape;
   } else if (has_slow_memory(device) && !wide_dy && !asked) {
-    if (const auto shape = slow_shape(problem)) return shape;
+    if (const auto shape = slow_shape(threads, problem.x_dtype)) return shape;
   }
   constexpr double kBusy = 0.74;
   constexpr double kTooBusy = 1.5;  // of what float32 has otherwise
@@ -313,17 +311,16 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // On an H100 as it is, where instructions count for less, the ring is better from 1025 columns on:
 // 1101 .905 and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89.
 bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device) {
-  constexpr int64_t kWarps = kMaxThreadsPerRow / kWarpSize;
   constexpr int64_t kMostColumns = 65536;
   const int64_t cols = problem.cols;
   if (size_in_bytes(problem.x_dtype) != 2 || cols > kMostColumns) return false;
   const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
   const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
-  if (2 * warps > kWarps) return true;
+  if (2 * warps > kRowWarps) return true;
   if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
   const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
-  const int64_t rows = kWarps / warps;  // of a block
-  const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kWarps);
+  const int64_t rows = kRowWarps / warps;  // of a block
+  const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kRowWarps);
   return warps > 1 && full >= 0.87 && busy >= (full > 1 ? 0.77 : 0.65);
 }
 

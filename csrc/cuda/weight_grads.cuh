@@ -17,10 +17,10 @@ __device__ __forceinline__ void store_element(void* target, DType dtype, int64_t
       static_cast<float*>(target)[i] = static_cast<float>(value);
       break;
     case DType::kFloat16:
-      static_cast<Half*>(target)[i] = __float2half_rn(static_cast<float>(value));
+      static_cast<Half*>(target)[i] = narrow<Half>(static_cast<float>(value));
       break;
     case DType::kBFloat16:
-      static_cast<BFloat16*>(target)[i] = __float2bfloat16_rn(static_cast<float>(value));
+      static_cast<BFloat16*>(target)[i] = narrow<BFloat16>(static_cast<float>(value));
       break;
     case DType::kFloat64:
       static_cast<double*>(target)[i] = static_cast<double>(value);
