@@ -73,11 +73,12 @@ py::dict build_info() {
 
 cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
                                const std::optional<std::string>& weight_grads,
-                               std::optional<int> cluster_size) {
+                               std::optional<int> cluster_size, std::optional<int> merged) {
   cuda::PlanRequest request;
   if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
   if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
   request.cluster_size = cluster_size;
+  request.merged = merged;
   return request;
 }
 
@@ -102,10 +103,11 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
               const std::optional<std::string>& dy_dtype, int sm_count, int compute_capability,
               int large_clusters, bool whole_grids, int memory_bandwidth,
               const std::optional<std::string>& kernel,
-              const std::optional<std::string>& weight_grads, std::optional<int> cluster_size) {
+              const std::optional<std::string>& weight_grads, std::optional<int> cluster_size,
+              std::optional<int> merged) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
                                       memory_bandwidth};
-  const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size);
+  const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size, merged);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
@@ -162,16 +164,16 @@ PYBIND11_MODULE(_C, m) {
         py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
         py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
-        py::arg("cluster_size") = py::none(),
+        py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
-         std::optional<int> cluster_size) {
+         std::optional<int> cluster_size, std::optional<int> merged) {
         fastnorm::inspection::force_cuda_plan(
-            fastnorm::make_request(kernel, weight_grads, cluster_size));
+            fastnorm::make_request(kernel, weight_grads, cluster_size, merged));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
-      py::arg("cluster_size") = py::none(),
+      py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
       "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
 }

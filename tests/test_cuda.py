@@ -384,6 +384,49 @@ def test_columns_behind_the_chunks_of_a_warp(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("merged", [2, 4])
+@pytest.mark.parametrize("cluster_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kernel", ["ring", "elements"])
+def test_blocks_that_leave_their_partial_sums_together(
+    force: Callable[..., None], kernel: str, cluster_size: int, merged: int, dtype: torch.dtype
+) -> None:
+    """In all the ways that rows are held, several of them in a block or one; dx has the bits that
+    blocks which do not merge give, and dw and db of every row and column.
+    """
+    if cluster_size * merged > 8:
+        pytest.skip("no cluster has so many blocks")
+    if kernel == "elements" and cluster_size == 3:
+        pytest.skip("powers of two alone")
+    common: dict[str, Any] = {"kernel": kernel, "weight_grads": "fused"}
+    if cluster_size > 1:
+        common["cluster_size"] = cluster_size
+    ran = 0
+    for rows, cols in (
+        (40_009, 41), (20_011, 264), (5003, 257), (3001, 1000), (3001, 1001), (1003, 3072),
+        (131, 4104), (1301, 4097), (1301, 8191), (517, 8192), (301, 16_384), (301, 16_387),
+    ):  # fmt: skip
+        whole = cols * dtype.itemsize % 16 == 0
+        plan = plan_here("backward", rows, cols, dtype, merged=merged, **common)
+        found = (plan["kernel"], plan["cluster_size"], plan["merged"])
+        if found != (kernel, cluster_size, merged) or plan["partials"] < 2:
+            continue
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        dx = []
+        for together in (1, merged):
+            force(merged=together, **common)
+            dx.append(check_backward(grad_out, x, [cols], weight, bias)[0])
+            if whole:
+                dx.append(
+                    check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, bias)[0]
+                )
+            if kernel == "ring":
+                check_backward(grad_out.float(), x, [cols], weight, bias)
+        assert all(each.equal(dx[0]) for each in dx)
+        ran += 1
+    assert ran >= 2
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("cols", [131_073, 131_080, 262_145, 524_296, 1_000_001])
 def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
     """Held by a grid that runs as a whole, in more rows than it holds at once."""

@@ -56,6 +56,12 @@ BACKWARD_REQUESTS += [
     {"kernel": "few_rows"},
     *({"kernel": "few_rows", "cluster_size": size} for size in (2, 3, 4, 8)),
 ]
+# Partial sums that several blocks or clusters leave together, as they do for little memory.
+MERGED: list[dict[str, Any]] = [
+    {"kernel": kernel, "weight_grads": "fused", **request}
+    for kernel in ("ring", "elements")
+    for request in ({"merged": 2}, {"merged": 4}, {"cluster_size": 2, "merged": 2})
+]
 MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hold
 
 
@@ -132,6 +138,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("gathers"),
         plan.get("brakes"),
         plan.get("run_columns", 0) > 0,
+        plan.get("merged"),
     )
 
 
@@ -273,6 +280,16 @@ def calls(device: Device) -> Iterator[Call]:
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
+            for (rows, cols), request in itertools.product(
+                ((613, 1000), (37, 264), (37, 261), (11, 1000), (11, 1001), (5, 4104), (5, 4097)),
+                MERGED,
+            ):
+                by_column = request["kernel"] == "elements"
+                for other in SMALL_DTYPES if dtype in SMALL_DTYPES else ():
+                    beside = other == torch.float32 and not by_column
+                    if (other == dtype and not (by_column and cols % 2 == 0)) or beside:
+                        items = tuple(request.items())
+                        yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
 
 
 def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call]:

@@ -177,10 +177,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       kShort || (kCluster && kIs16Bit<X>) ? threadIdx.x % kLanes : lane_index();
   const int group = kShort ? warp : warp / p.warps;
   const int row_warp = kShort ? 0 : warp - group * p.warps;
-  const int rank = kCluster ? cluster_rank() : 0;
   const int cluster_size = kCluster ? p.cluster_size : 1;
+  const auto find_rank = [&] { return kCluster ? cluster_rank() % cluster_size : 0; };
   const auto begin_of = [&](int w) { return begin_of_run<kShort>(p, w); };
-  const int place = rank * p.warps + row_warp;
+  const int place = find_rank() * p.warps + row_warp;
   const int begin = begin_of(place);
   const int run = keep(begin_of(place + 1) - begin);
   const int column = lane * kCount, left = run - column;
@@ -446,8 +446,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       }
     }
   }
-  const int block_begin = begin_of(rank * p.warps);
-  const int block_columns = begin_of((rank + 1) * p.warps) - block_begin;
+  const int last_rank = find_rank();  // anew, or it would be kept in a register through all rows
+  const int block_begin = begin_of(last_rank * p.warps);
+  const int block_columns = begin_of((last_rank + 1) * p.warps) - block_begin;
   const int width = (block_columns + 3) / 4 * 4;
   float* const staging = reinterpret_cast<float*>(ring_memory);
   const auto stage = [&](const float (&values)[kSteps][kCount], float* target) {
@@ -466,7 +467,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     stage(dw, staging + group * width);
     stage(db, staging + (p.groups + group) * width);
   }
-  leave_partials<false>(p, staging, width, block_begin, kCluster ? 1 : p.merged, cluster_size);
+  leave_partials<false>(p, staging, width, block_begin, p.merged, cluster_size);
 }
 
 // A row per group, added up in the same order; and before those, blocks of tiles of columns. Memory

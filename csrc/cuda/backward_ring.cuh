@@ -63,7 +63,7 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
     }
   }
 
-  const bool merges = kSpan != RingSpan::kCluster && p.merged > 1;
+  const bool merges = p.merged > 1;
   const int run_columns = kTail ? p.run_columns : lanes * kChunks * kColumns;
   const int width = run_columns * (kShort ? 1 : p.warps);  // columns of the block
   const int block_begin = rank * width;
@@ -84,15 +84,17 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
       const int start = block_begin + warp_begin;
       const int columns = min(static_cast<int>(p.cols) - start, kWarpSize * kChunks * kColumns);
       const int64_t partial =
-          static_cast<int64_t>(blockIdx.x / (merges ? 2 : cluster_size)) * p.cols + start;
-      const bool second = merges ? cluster_rank() == 1 : group == 1;
+          static_cast<int64_t>(blockIdx.x / (merges ? 2 * cluster_size : cluster_size)) * p.cols +
+          start;
+      const bool second = merges ? cluster_rank() >= cluster_size : group == 1;
       if (sharing == 2) {
         constexpr unsigned kFours = kChunks * kColumns / 4;
         constexpr auto kBytes = static_cast<unsigned>(sizeof(float4));
         const unsigned place = shared_address(staging) + in_group * kBytes;
         const unsigned step = threads * kBytes;
         if (merges) {
-          swap_sums<true>(dw, db, second, remote_address(place, second ? 0 : 1), place, step);
+          const int other = second ? rank : cluster_size + rank;
+          swap_sums<true>(dw, db, second, remote_address(place, other), place, step);
         } else {
           swap_sums<false>(dw, db, second, place + (second ? kFours * step : 0),
                            place + (second ? 0 : kFours * step), step);
@@ -126,7 +128,7 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
     stage(dw, tail.dw, staging + group * width);
     stage(db, tail.db, staging + (p.groups + group) * width);
   }
-  leave_partials<kVectorized>(p, staging, width, block_begin, merges ? p.merged : 1, cluster_size);
+  leave_partials<kVectorized>(p, staging, width, block_begin, p.merged, cluster_size);
 }
 
 // dy has x's dtype, or is float32 beside a 16-bit x, with two granules for a chunk of x. Those lie
@@ -189,9 +191,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   constexpr bool kGrid = kSpan == RingSpan::kGrid;
   const int cluster_size = kGrid || kSpan == RingSpan::kCluster ? p.cluster_size : 1;
-  const int rank = kGrid                         ? static_cast<int>(blockIdx.x) % cluster_size
-                   : kSpan == RingSpan::kCluster ? cluster_rank()
-                                                 : 0;
+  const int rank = static_cast<int>(blockIdx.x) % cluster_size;
   constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
   const int run_columns = kTail ? p.run_columns : kWarpColumns;
   const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * run_columns;

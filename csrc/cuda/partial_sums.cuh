@@ -28,8 +28,9 @@ __device__ __forceinline__ void store_some(float* target, const float4& values, 
 }
 
 // Adds up what the groups of a block have left in `staging`, rows of `width` columns (a multiple of
-// four) of dw and then as many of db, and writes a row of partial sums: columns `begin` on. The
-// blocks of a cluster that are `merged` take a part each of what all of them have.
+// four) of dw and then as many of db, and writes a row of partial sums: columns `begin` on. Of
+// blocks that are `merged`, those with the same columns take a part each of what all of them have.
+// `cluster_size`: the blocks that hold a row.
 template <bool kVectorized, class Parameters>
 __device__ __forceinline__ void leave_partials(const Parameters& p, float* staging, int width,
                                                int begin, int merged, int cluster_size) {
@@ -44,8 +45,9 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
   };
   meet();
   const int64_t partial = blockIdx.x / (cluster_size * merged);
-  for (int v = (merges ? cluster_rank() : 0) * blockDim.x + threadIdx.x; v < 2 * width / 4;
-       v += merged * blockDim.x) {
+  const int part = merges ? cluster_rank() / cluster_size : 0;
+  const int rank = merges ? cluster_rank() % cluster_size : 0;  // of those that hold a row
+  for (int v = part * blockDim.x + threadIdx.x; v < 2 * width / 4; v += merged * blockDim.x) {
     const bool bias = 4 * v >= width;
     const int place = 4 * v - (bias ? width : 0);
     const int64_t column = begin + place;
@@ -53,7 +55,7 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
     const unsigned source = shared_address(staging + (bias ? p.groups * width : 0) + place);
     float4 sum = make_float4(0, 0, 0, 0);
     for (int r = 0; r < merged; ++r) {
-      unsigned from = merges ? remote_address(source, r) : source;
+      unsigned from = merges ? remote_address(source, r * cluster_size + rank) : source;
 #pragma unroll 4
       for (int g = 0; g < p.groups; ++g, from += width * sizeof(float)) {
         const float4 other = merges ? load_remote(from) : load_float4(from);

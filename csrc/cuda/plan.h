@@ -176,8 +176,10 @@ struct BackwardPlan {
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
-  int merged = 1;        // kRing: blocks, a cluster, that leave one row of them together
-  int shares = 1;        // kRing: rows of them that blocks of a grid leave, each after some rows
+  // kRing, kElements: of the blocks or clusters of them that hold rows, those that leave one row of
+  // partial sums together, for which they are a cluster of the device.
+  int merged = 1;
+  int shares = 1;  // kRing: rows of partial sums that blocks of a grid leave, each after some rows
   // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
@@ -231,6 +233,7 @@ struct PlanRequest {
   std::optional<Kernel> kernel;
   std::optional<WeightGrads> weight_grads;
   std::optional<int> cluster_size;
+  std::optional<int> merged;
 };
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,

@@ -269,8 +269,8 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, int64
     plan.shares = static_cast<int>(shares);
     plan.partials *= shares;
   }
-  if (streams && plan.cluster_size == 1) {
-    plan.merged = choose_merged(plan.partials, problem, device);
+  if (streams && !tiny) {
+    plan.merged = choose_merged(plan.partials, plan.cluster_size, problem, device, request);
     plan.partials /= plan.merged;
   }
 }

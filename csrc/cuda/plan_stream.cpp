@@ -83,15 +83,19 @@ constexpr int64_t kUnevenChunk = kChunkBytes / 2;
 constexpr int64_t kUnevenColumns = kWarpSize * backward_chunks(DType::kBFloat16) * kUnevenChunk;
 constexpr int64_t kMostUnevenColumns = kRowWarps * kUnevenColumns;
 
-// Whether rows of partial sums take little memory: 2 % of x, or 8 MB if x has less than 128 MB.
-// (With 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each
-// for itself; 1024 x 8192 26.8 and 25.8 us.)
-bool are_few(int64_t partials, const BackwardProblem& problem) {
+// Rows of partial sums that take little memory: 2 % of x, or 8 MB if x has less than 128 MB. (With
+// 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each for
+// itself; 1024 x 8192 26.8 and 25.8 us.)
+int64_t few_partials(const BackwardProblem& problem) {
   constexpr int64_t kLargeBytes = 128'000'000;
   constexpr int64_t kSmallBytes = 8'000'000;
   const int64_t x_bytes = bytes_of(problem);
   const int64_t most = x_bytes >= kLargeBytes ? x_bytes / 50 : kSmallBytes;
-  return 2 * int64_t{sizeof(float)} * partials * problem.cols <= most;
+  return most / (2 * int64_t{sizeof(float)} * problem.cols);
+}
+
+bool are_few(int64_t partials, const BackwardProblem& problem) {
+  return partials <= few_partials(problem);
 }
 
 // Of `blocks` that leave rows of partial sums, so many have to merge theirs, in a cluster. No more
@@ -103,6 +107,27 @@ int least_merged(int64_t blocks, const BackwardProblem& problem) {
   int merged = 1;
   while (problem.weight_grads && merged < kMost && !are_few(blocks / merged, problem)) merged *= 2;
   return merged;
+}
+
+// Whether the partial sums of so many clusters that hold rows take more memory than they may: 2 %
+// of x to 8192 columns, which are float32 then. (Beyond, none takes more than 8 %.)
+bool are_too_many(int64_t clusters, const BackwardProblem& problem) {
+  constexpr int64_t kMostColumns = 8192;
+  return problem.weight_grads && problem.cols <= kMostColumns && !are_few(clusters, problem);
+}
+
+// Clusters that run side by side and hold rows: pairs of them, if they are too many else, and where
+// a cluster has no place for a pair, no more than may be.
+//
+// 5067 x 6624 float32 .938 of an elementwise sum on an H100 with 60 pairs of blocks, .935 with 30
+// clusters of two such pairs, 4097 x 8192 in pairs .91 and .92, by column 4097 x 8191 .88 and .88;
+// in fives 4096 x 8192 .95 with 45 of them, .935 with 40, .93 in 30 clusters of two fours.
+int64_t streaming_clusters(int size, int64_t together, const BackwardProblem& problem,
+                           const DeviceProperties& device) {
+  const int clusters = resident_clusters(size, together, device);
+  if (!are_too_many(clusters, problem)) return clusters;
+  if (2 * size <= kMaxClusterSize) return 2 * resident_clusters(2 * size, together, device);
+  return few_partials(problem);
 }
 
 // Columns of each warp of a row that has more than their chunks, so that lanes have a column each
@@ -225,11 +250,20 @@ std::array<StreamWarps, 2> stream_warps(DType x_dtype) {
 
 }  // namespace
 
-// Clusters of four do not fit everywhere (see shape_ring).
-int choose_merged(int64_t blocks, const BackwardProblem& problem, const DeviceProperties& device) {
-  const int least = least_merged(blocks, problem);
-  if (least == 4 && blocks % 4 == 0 && blocks < device.sm_count) return 4;
-  return least >= 2 && blocks % 2 == 0 ? 2 : 1;
+int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& problem,
+                  const DeviceProperties& device, const PlanRequest& request) {
+  if (request.merged) {
+    const int merged = *request.merged;
+    return merged * cluster_size <= kMaxClusterSize && groups >= merged ? merged : 1;
+  }
+  if (cluster_size > 1) {
+    const bool pairs = groups % 2 == 0 && 2 * cluster_size <= kMaxClusterSize;
+    return pairs && are_too_many(groups, problem) ? 2 : 1;
+  }
+  // Clusters of four do not fit everywhere (see shape_ring).
+  const int least = least_merged(groups, problem);
+  if (least == 4 && groups % 4 == 0 && groups < device.sm_count) return 4;
+  return least >= 2 && groups % 2 == 0 ? 2 : 1;
 }
 
 // A block that holds the row, or the smallest cluster of blocks, of any number of them, that leaves
@@ -509,9 +543,12 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
       plan.vectorized && ((plan.brakes && !in_cluster) || (columns >= kLeast && columns <= kMost));
   if (in_cluster) {
     const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
-    const int all = resident_clusters(shape.cluster_size, blocks_together, device);
-    const int odd = (all - 1) | 1;
-    const int teams = fewer ? some / shape.cluster_size : slow && plan.vectorized ? odd : all;
+    const int64_t all = streaming_clusters(shape.cluster_size, blocks_together, problem, device);
+    const bool pairs = are_too_many(all, problem);
+    const int64_t odd = (all - 1) | 1;
+    const int64_t teams = fewer                               ? some / shape.cluster_size
+                          : slow && plan.vectorized && !pairs ? odd
+                                                              : all;
     return teams * shape.cluster_size;
   }
   const int blocks = !plan.vectorized ? sms : ((by_memory ? some : sms) - 1) | 1;
@@ -554,7 +591,7 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     const int merged = sms < kFewMultiprocessors ? 1 : least_merged(sms, problem);
     return merged == 4 ? resident_clusters(4, 1, device) * 4 : sms / merged * merged;
   }
-  return resident_clusters(plan.cluster_size, together, device) * plan.cluster_size;
+  return streaming_clusters(plan.cluster_size, together, problem, device) * plan.cluster_size;
 }
 
 }  // namespace fastnorm::cuda

@@ -52,7 +52,8 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
 int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
                        const BackwardProblem& problem, const DeviceProperties& device);
 
-// Of `blocks` that leave rows of partial sums, so many merge theirs in a cluster.
-int choose_merged(int64_t blocks, const BackwardProblem& problem, const DeviceProperties& device);
+// Of `groups`, blocks or clusters of them that hold rows, so many merge their partial sums.
+int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& problem,
+                  const DeviceProperties& device, const PlanRequest& request);
 
 }  // namespace fastnorm::cuda

@@ -44,9 +44,9 @@ class RingExchange {
     }
     if constexpr (kCluster) {
       const int lane = threadIdx.x % kWarpSize;
-      const int target = lane < cluster_size ? lane : 0;
-      remote_slot_ =
-          remote_address(slots_ + (cluster_rank() * warps + warp) * 2 * sizeof(float), target);
+      const int rank = cluster_rank() % cluster_size;
+      const int target = cluster_rank() - rank + (lane < cluster_size ? lane : 0);
+      remote_slot_ = remote_address(slots_ + (rank * warps + warp) * 2 * sizeof(float), target);
       remote_barrier_ = remote_address(barriers_, target);
     }
   }

@@ -41,10 +41,12 @@ def plan(
     kernel: KernelName | None = None,
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
+    merged: int | None = None,
 ) -> dict[str, Any]: ...
 def force_plan(
     *,
     kernel: KernelName | None = None,
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
+    merged: int | None = None,
 ) -> None: ...
