@@ -351,7 +351,8 @@ def test_rows_in_lanes_of_any_number(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
-    "cols", [1025, 1087, 2049, 4097, 4351, 6145, 8193, 12_289, 16_385, 32_769, 49_386]
+    "cols",
+    [1025, 1087, 2049, 4097, 4351, 6145, 8193, 12_289, 16_385, 32_769, 49_386, 65_537, 131_073],
 )
 def test_columns_behind_the_chunks_of_a_warp(
     force: Callable[..., None], cols: int, dtype: torch.dtype
@@ -427,7 +428,7 @@ def test_blocks_that_leave_their_partial_sums_together(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-@pytest.mark.parametrize("cols", [131_073, 131_080, 262_145, 524_296, 1_000_001])
+@pytest.mark.parametrize("cols", [131_080, 139_265, 262_145, 524_296, 1_000_001])
 def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
     """Held by a grid that runs as a whole, in more rows than it holds at once."""
     rows = 13

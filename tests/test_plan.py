@@ -386,8 +386,9 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
     small = (33, 65, 257, 513, 850, 1201, 2177, 3073)
     in_ring = () if dtype == "float32" else IN_RING
-    widest = 122_879 if dtype == "float32" else 131_071
-    for cols in (*small, *(set(IN_RING) - set(in_ring)), 65_537, widest):
+    # A cluster of eight blocks holds 69632 columns of a 16-bit type.
+    wide = (65_537, 122_879) if dtype == "float32" else (69_633, 131_071)
+    for cols in (*small, *(set(IN_RING) - set(in_ring)), *wide):
         # 30 clusters of four hold 16385 columns of float32: 64 * 30^2 rows, or shares are too long.
         for rows in (1, 60_000 if cols < 16_385 else 57_600 if cols < 20_000 else 3000):
             plan = _C.plan("backward", rows, cols, dtype)
@@ -418,7 +419,8 @@ def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None
     few as there can be if all warps have as many, but for the last ones.
     """
     widths = set()
-    for cols in (*range(481, 4700, 2), *range(4701, 69_000, 331), 8193, 16_385, 32_769, 50_257):
+    for cols in (*range(481, 4700, 2), *range(4701, 69_000, 331), 8193, 16_385, 32_769, 50_257,
+                 69_631, 131_073, 139_263):  # fmt: skip
         for rows in (2, 100_000):
             plan = _C.plan("backward", rows, cols, dtype, memory_bandwidth=bandwidth)
             columns = plan["run_columns"]
@@ -434,7 +436,7 @@ def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None
     if dtype == "float32":
         assert not widths
         return
-    assert {1025, 4097, 8193, 32_769, 50_257} <= widths
+    assert {1025, 4097, 8193, 32_769, 50_257, 131_073} <= widths
     assert min(widths) > 1024
     for cols in widths:
         call = {"memory_bandwidth": bandwidth}
@@ -443,7 +445,22 @@ def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None
         assert _C.plan("backward", 9, cols + 8 - cols % 8, dtype, **call)["run_columns"] == 0
 
 
+def test_slow_memory_leaves_multiprocessors_idle_but_for_rows_that_are_not_aligned() -> None:
+    def clusters(cols: int, dtype: str = "bfloat16", **call: Any) -> int:
+        plan = _C.plan("forward", 4096, cols, dtype, memory_bandwidth=3352, **call)
+        assert plan["kernel"] == "ring"
+        return int(plan["blocks"] // plan["cluster_size"])
+
+    assert clusters(80_000) == 23
+    assert clusters(80_000, aligned=False) == clusters(80_001) == 30
+    assert clusters(40_001, "float32") == 23
+    assert clusters(160_000) == 14
+    assert clusters(160_001) == 15
+
+
 def test_slow_memory_has_more_uneven_rows_in_the_ring() -> None:
+    assert _C.plan("backward", 999, 80_001, "bfloat16")["kernel"] == "elements"
+    assert _C.plan("backward", 999, 80_001, "bfloat16", memory_bandwidth=3352)["kernel"] == "ring"
     for cols, fast in ((901, "ring"), (1101, "elements"), (1201, "elements"), (3073, "elements")):
         for bandwidth, kernel in ((4800, fast), (3352, "ring")):
             plan = _C.plan("backward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
@@ -464,7 +481,8 @@ def test_dx_alone_by_column(dtype: str) -> None:
     assert kernel(60_000, 1023) == ("ring" if is_16_bit else "few_elements")
     assert kernel(60_000, 12_289) == ("ring" if is_16_bit else "elements")
     assert kernel(60_000, 50_257) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 65_537) == "elements"
+    assert kernel(60_000, 65_537) == ("ring" if is_16_bit else "elements")
+    assert kernel(60_000, 69_633) == "elements"
 
 
 @pytest.mark.parametrize("dtype", SMALL)
@@ -477,9 +495,7 @@ def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
         (4800, 3352), (True, False), (*range(64, 8192, 17), *range(4096, 8193, 128), *wide)
     ):
         rows = 2**27 // (cols * SIZES[dtype])
-        plan = _C.plan(
-            "backward", rows, cols, dtype, aligned=aligned, memory_bandwidth=bandwidth
-        )
+        plan = _C.plan("backward", rows, cols, dtype, aligned=aligned, memory_bandwidth=bandwidth)
         assert plan["weight_grads"] == "fused"
         few = plan["cluster_size"] == 1 or cols <= 8192
         x_bytes = rows * cols * SIZES[dtype]

@@ -23,6 +23,10 @@ int64_t most_forward_threads(const DeviceProperties& device) {
   return threads;
 }
 
+bool is_vectorized(const ForwardProblem& problem) {
+  return problem.aligned && problem.cols % chunk_columns(problem.x_dtype) == 0;
+}
+
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
@@ -321,20 +325,26 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // On an H100, whose memory is slower, blocks and pairs are on all multiprocessors: 4096 x 32768
 // bfloat16 .94 of a copy with 131, .95 with 132, x 65536 .935 with 65 pairs, .965 with 66. Clusters
 // of four are on seven tenths of them: 1024 x 131072 .92 with 28, .956 with 23, 1340 x 100000 .89
-// and .94, 2048 x 65536 float32 .94 and .97.
-int64_t forward_ring_teams(const RingShape& shape, const DeviceProperties& device) {
+// and .94, 2048 x 65536 float32 .94 and .97. Where 16-bit rows are not aligned instructions set the
+// pace, and clusters are as many as find a place: 65537 columns .66 with 23, .815 with 30, 80001
+// .75 and .86, 131071 .755 and .85, in eights 131073 .79 with 14, .84 with 15, 262143 .81 and .83.
+int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem,
+                           const DeviceProperties& device) {
   const int sms = device.sm_count;
   if (shape.grid_rows > 0) return shape.grid_rows;
   const bool slow = has_slow_memory(device);
   if (shape.cluster_size == 1) return slow ? sms : (sms - 1) | 1;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
+  if (slow && !is_vectorized(problem) && size_in_bytes(problem.x_dtype) == 2) {
+    return resident_clusters(shape.cluster_size, 1, device);
+  }
   const int used = shape.cluster_size == 2           ? (slow ? sms : sms - 2)
                    : slow && shape.cluster_size == 4 ? sms * 7 / 10
                                                      : sms - sms / 7;
   return std::max(1, used / shape.cluster_size);
 }
 
-void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
+void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
                         const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = kForwardChunks;
@@ -343,9 +353,9 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, int64_t rows,
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   constexpr int64_t kFewTurns = 8;
-  const int64_t teams = forward_ring_teams(shape, device);
-  const int64_t turns = ceil_div(rows, teams);
-  plan.blocks = (turns <= kFewTurns ? ceil_div(rows, turns) : teams) * plan.cluster_size;
+  const int64_t teams = forward_ring_teams(shape, problem, device);
+  const int64_t turns = ceil_div(problem.rows, teams);
+  plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;
   if (shape.grid_rows > 0) {
     plan.workspace_bytes = grid_exchange_bytes(plan.blocks);
   }
@@ -362,7 +372,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   plan.sm_count = device.sm_count;
   plan.overlap_launches = device.compute_capability >= 90;
   plan.kernel = choose_forward_kernel(problem, chunks, uneven, device, request);
-  plan.vectorized = problem.aligned && !uneven;
+  plan.vectorized = is_vectorized(problem);
   switch (plan.kernel) {
     case Kernel::kShortRows:
       shape_short_rows(plan, problem, chunks, uneven);
@@ -382,7 +392,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kFewElements:
       break;
     case Kernel::kRing:
-      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem.rows,
+      shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem,
                          device);
       return plan;
     case Kernel::kSplit:

@@ -48,6 +48,12 @@ inline bool has_slow_memory(const DeviceProperties& device) {
   return device.memory_bandwidth > 0 && device.memory_bandwidth < kSlow * device.sm_count;
 }
 
+// Of all multiprocessors, those on which clusters of `size` blocks find a place, `blocks` of them
+// on a multiprocessor; and how many of them run side by side. More would wait for the end of
+// others, and take twice the time.
+double cluster_fit(int size, int64_t blocks);
+int resident_clusters(int size, int64_t blocks, const DeviceProperties& device);
+
 bool asks_for_grid(const PlanRequest& request);
 
 // Rows of `threads` threads that no cluster holds, in a grid that runs as a whole; none where that

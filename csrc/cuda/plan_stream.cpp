@@ -13,28 +13,12 @@ namespace {
 // with 256.
 int ring_threads(DType x_dtype) { return size_in_bytes(x_dtype) == 2 ? 512 : 256; }
 
-// Of all multiprocessors, those on which clusters of 1, 2, ... 8 blocks find a place, with a block
-// on each and with several. (GPCs of an H200 have 14 to 18.)
-constexpr double kClusterFit[2][kMaxClusterSize] = {{1, 1, 0.89, 0.91, 0.83, 0.77, 0.80, 0.91},
-                                                    {1, 1, 0.90, 0.94, 0.89, 0.89, 0.85, 0.91}};
-
-double cluster_fit(int size, int64_t blocks) { return kClusterFit[blocks > 1][size - 1]; }
-
 // The threads that have columns when rows that take `threads` are held by `size` blocks of
 // `block_threads`, as a share of the `most` that stream on every multiprocessor.
 double busy_share(int64_t threads, int size, int64_t block_threads, int most) {
   const int64_t blocks = std::max<int64_t>(1, most / block_threads);
   return static_cast<double>(threads * blocks) / static_cast<double>(size * int64_t{most}) *
          cluster_fit(size, blocks);
-}
-
-// How many clusters of `size` blocks run side by side, `blocks` of them on a multiprocessor. More
-// would wait for the end of others, and take twice the time.
-int resident_clusters(int size, int64_t blocks, const DeviceProperties& device) {
-  const int known = blocks <= kMostResident ? device.clusters[size - 1][blocks - 1] : 0;
-  if (known > 0) return known;
-  const auto all = static_cast<double>(device.sm_count * blocks) * cluster_fit(size, blocks);
-  return std::max(1, static_cast<int>(all / size));
 }
 
 // Lanes of a warp for a row that takes `threads` of them: a power of two, or of a 16-bit type fewer
@@ -77,11 +61,12 @@ std::optional<RingShape> warp_shape(const BackwardProblem& problem) {
 }
 
 // Of 16-bit rows that end within a chunk: the most warps of a block, columns of a chunk, those that
-// a warp holds in chunks, and those that stream on a multiprocessor.
+// a warp holds in chunks, those that stream on a multiprocessor, and with columns behind chunks.
 constexpr int64_t kRowWarps = kMaxThreadsPerRow / kWarpSize;
 constexpr int64_t kUnevenChunk = kChunkBytes / 2;
 constexpr int64_t kUnevenColumns = kWarpSize * backward_chunks(DType::kBFloat16) * kUnevenChunk;
 constexpr int64_t kMostUnevenColumns = kRowWarps * kUnevenColumns;
+constexpr int64_t kMostTailColumns = kRowWarps * (kUnevenColumns + kWarpSize);
 
 // Rows of partial sums that take little memory: 2 % of x, or 8 MB if x has less than 128 MB. (With
 // 4 MB 4096 x 8192 bfloat16 took 62.7 us on an H200, by two blocks each, 60.6 us with each for
@@ -193,6 +178,14 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
       best = RingShape{static_cast<int>(warps * kWarpSize), size};
       best->run_columns = columns;
     }
+  }
+  // Beyond, few rows' worth of columns behind chunks spare a grid: 131073 columns .64 of an
+  // elementwise sum on an H100 in a grid, in a cluster .77.
+  constexpr int64_t kMostWarps = kLargeClusterSize * kRowWarps;
+  if (!best && !wide_dy && device.large_clusters > 0 && cols > kMostWarps * kUnevenColumns &&
+      cols <= kLargeClusterSize * kMostTailColumns) {
+    best = RingShape{kMaxThreadsPerRow, kLargeClusterSize};
+    best->run_columns = tail_columns(cols, kMostWarps);
   }
   return best;
 }
@@ -343,15 +336,18 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // .785, 3073 .78 and .83, 3601 .825 and .83.
 //
 // On an H100 as it is, where instructions count for less, the ring is better from 1025 columns on:
-// 1101 .905 and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89.
+// 1101 .905 and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89,
+// 65537 .86 and .615, 69633 .65 and .64, 80001 .72 and .655, 96001 .79 and .73, 112001 .785 and
+// .75, 131071 .81 and .78; but 100001 .73 and .76.
 bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device) {
-  constexpr int64_t kMostColumns = 65536;
+  constexpr int64_t kMostColumns = kMaxClusterSize * kMostTailColumns;
   const int64_t cols = problem.cols;
-  if (size_in_bytes(problem.x_dtype) != 2 || cols > kMostColumns) return false;
+  if (size_in_bytes(problem.x_dtype) != 2) return false;
+  if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
+  if (cols > kMostColumns) return false;
   const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
   const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
   if (2 * warps > kRowWarps) return true;
-  if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
   const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
   const int64_t rows = kRowWarps / warps;  // of a block
   const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kRowWarps);
