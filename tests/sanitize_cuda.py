@@ -83,18 +83,22 @@ def run_planted(tool: str) -> None:
 
 
 def calls_of(run: str, matching: str) -> list[variants.Call]:
-    """Those of the same kernels together. Racecheck has slow ones once for each instantiation, and
-    one row of each width that this leaves out.
+    """First one for each instantiation, then the others, those of the same kernels together.
+    Racecheck has slow ones once for each instantiation, and one row of each width that this leaves
+    out.
     """
     device = variants.Device.current()
     calls = list(variants.calls(device))
     if RUNS[run] == "racecheck":
         kept = variants.once_where_slow(calls, device, SLOW)
         calls = variants.widths_left_out(calls, kept) if run == ONE_ROW else kept
+    first = set(variants.once_where_slow(calls, device, 0.0))
     return sorted(
         (call for call in calls if re.search(matching, str(call))),
-        key=lambda call: (str(call.dtype), str(call.other), call.direction, call.cols),
-    )
+        key=lambda call: (
+            call not in first, str(call.dtype), str(call.other), call.direction, call.cols,
+        ),
+    )  # fmt: skip
 
 
 def share_of(run: str, calls: list[variants.Call], i: int, number: int) -> list[variants.Call]:

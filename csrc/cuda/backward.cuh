@@ -404,6 +404,29 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   return cudaErrorInvalidValue;
 }
 
+// The same in as many launches as the plan has shares, each with some of the rows, and partial sums
+// of its own. (A grid leaves them in one.)
+template <class X, class DY>
+cudaError_t stream_shares(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
+                          float* db_partials, uint64_t* exchange, cudaStream_t stream) {
+  const int64_t launches = plan.cluster_size > kLargeClusterSize ? 1 : plan.shares;
+  for (int64_t i = 0; i < launches; ++i) {
+    const int64_t begin = args.rows * i / launches;
+    BackwardArgs share = args;
+    share.rows = args.rows * (i + 1) / launches - begin;
+    share.x = static_cast<const X*>(args.x) + begin * args.x_row_stride;
+    share.dy = static_cast<const DY*>(args.dy) + begin * args.dy_row_stride;
+    share.mean = static_cast<const float*>(args.mean) + begin;
+    share.rstd = static_cast<const float*>(args.rstd) + begin;
+    share.dx = static_cast<X*>(args.dx) + begin * args.cols;
+    const int64_t partial = plan.partials / launches * i * args.cols;
+    const cudaError_t error = stream_rows<X, DY>(share, plan, dw_partials + partial,
+                                                 db_partials + partial, exchange, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
 // Types of x and dy whose rows stream through shared memory.
 template <class X, class DY>
 constexpr bool kRowsStream =
@@ -430,8 +453,8 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
                     plan.kernel == Kernel::kFewElements)) {
       error = cudaErrorInvalidValue;
       if constexpr (kRowsStream<X, DY>) {
-        error = stream_rows<X, DY>(args, plan, dw_partials, db_partials,
-                                   reinterpret_cast<uint64_t*>(segment_sums), stream);
+        error = stream_shares<X, DY>(args, plan, dw_partials, db_partials,
+                                     reinterpret_cast<uint64_t*>(segment_sums), stream);
       }
     } else if (plan.dx) {
       error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {

@@ -179,7 +179,9 @@ struct BackwardPlan {
   // kRing, kElements: of the blocks or clusters of them that hold rows, those that leave one row of
   // partial sums together, for which they are a cluster of the device.
   int merged = 1;
-  int shares = 1;  // kRing: rows of partial sums that blocks of a grid leave, each after some rows
+  // kRing, kElements: rows of partial sums that each of the few clusters or grids that hold wide
+  // rows leaves, each after some of them: a grid in one launch, clusters in as many.
+  int shares = 1;
   // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;

@@ -327,7 +327,9 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // of four are on seven tenths of them: 1024 x 131072 .92 with 28, .956 with 23, 1340 x 100000 .89
 // and .94, 2048 x 65536 float32 .94 and .97. Where 16-bit rows are not aligned instructions set the
 // pace, and clusters are as many as find a place: 65537 columns .66 with 23, .815 with 30, 80001
-// .75 and .86, 131071 .755 and .85, in eights 131073 .79 with 14, .84 with 15, 262143 .81 and .83.
+// .75 and .86, 131071 .755 and .85, in eights 131073 .79 with 14, .84 with 15, 262143 .81 and .83;
+// and so it is with float32 in large blocks, 65535 columns .85 and .92, 57001 .90 and .925, but
+// 53001 .915 and .91, 44001 .94 and .92.
 int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem,
                            const DeviceProperties& device) {
   const int sms = device.sm_count;
@@ -335,7 +337,9 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   const bool slow = has_slow_memory(device);
   if (shape.cluster_size == 1) return slow ? sms : (sms - 1) | 1;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
-  if (slow && !is_vectorized(problem) && size_in_bytes(problem.x_dtype) == 2) {
+  constexpr int kManyThreads = 416;
+  const bool many = size_in_bytes(problem.x_dtype) == 2 || shape.threads > kManyThreads;
+  if (slow && !is_vectorized(problem) && many) {
     return resident_clusters(shape.cluster_size, 1, device);
   }
   const int used = shape.cluster_size == 2           ? (slow ? sms : sms - 2)
