@@ -88,6 +88,14 @@ def _leave_torch_as_it_was() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _leave_memory_to_other_processes() -> Iterator[None]:
+    """Whose tests run on the same GPU."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > GIB:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def force() -> Iterator[Callable[..., None]]:
     """_C.force_plan, undone after the test."""
