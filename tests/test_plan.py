@@ -508,6 +508,23 @@ def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
         assert plan["workspace_bytes"] <= most, f"{rows} x {cols}: {plan}"
 
 
+@pytest.mark.parametrize(("kernel", "cols"), [("ring", 1000), ("ring", 4104), ("elements", 4101)])
+@pytest.mark.parametrize("cluster_size", [1, 2, 4])
+def test_merged_partial_sums_can_be_asked_for(kernel: str, cols: int, cluster_size: int) -> None:
+    """As many as a cluster of the device has blocks, and there are; else none."""
+    for rows, merged in itertools.product((1, 3, 131, 100_000), (0, 1, 2, 4, 8)):
+        plan = _C.plan(
+            "backward", rows, cols, "bfloat16", kernel=kernel, weight_grads="fused",
+            cluster_size=cluster_size, merged=merged,
+        )  # fmt: skip
+        together, where = plan["merged"], f"{rows} rows, {merged}: {plan}"
+        fits = merged > 0 and merged * plan["cluster_size"] <= 8
+        groups = plan["blocks"] // plan["cluster_size"]
+        assert groups % together == 0, where
+        assert plan["partials"] == groups // together, where
+        assert together == (merged if fits and groups >= merged else 1), where
+
+
 @pytest.mark.parametrize("dtype", SMALL)
 def test_no_more_blocks_merge_their_sums_than_memory_asks_for(dtype: str) -> None:
     """2 percent of 128 MB of x and more, 8 MB beside less."""
