@@ -110,12 +110,14 @@ constexpr bool kFewRegisters = kEarlyParameters<X, W> && !std::is_same_v<X, doub
 
 // Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill; 64 where
 // that is faster, of lanes that may be idle or of rows that are gathered: 645277 x 208 bfloat16
-// took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and 134.0 us; but of four
-// lanes with an even number of chunks 1048576 x 128 133.6 and 134.3 us.
+// took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and 134.0 us, in one or two
+// chunks 8388608 x 16 152.7 and 149.8 us, 131072 x 64 .92 and .95 of a copy; but in four lanes of
+// an even number of chunks 1048576 x 128 133.6 and 134.3 us.
 template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized, bool kGathers>
 constexpr int kShortRowBlocks =
     std::is_same_v<X, double> ? 8
-    : kVectorized && kOneType<X, Y, W> && kChunks == kRegisterChunks && (kGathers || kLanes == 8)
+    : kVectorized && kOneType<X, Y, W> &&
+            (kChunks <= 2 || (kChunks == kRegisterChunks && (kGathers || kLanes == 8)))
         ? 16
     : kBySpan<kLanes, kChunks, kVectorized> ||
             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))

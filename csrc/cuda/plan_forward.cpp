@@ -56,7 +56,8 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
     plan.threads_per_row = tiny_lanes(problem.cols);
     plan.columns_per_thread = tiny_columns(problem.cols);
     plan.rows_per_thread = kTinyForwardRows;
-    plan.rows_per_block = kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
+    plan.rows_per_block =
+        kTinyForwardTiles * kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
     return;
   }
   plan.rows_per_thread = plan.rows_per_block = kElementRows;
@@ -174,6 +175,29 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
   return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
+// The blocks that hold a row of `chunks` of which a block holds `most`, in the ring.
+//
+// Uneven rows are held by three or five blocks where those are not too large. Of a copy, by four or
+// eight and so: bfloat16 65537 columns .61 and .71 on an H200, .84 and .87 on an H100, 80001 .69
+// and .77, .89 and .89, 90001 .73 and .75, .88 and .90, 140001 .66 and .73, .91 and .91; but 98001,
+// by 512 threads, .76 and .73 on an H200; float32 32769 .80 and .92, .91 and .91, but 44001, by
+// 480, .86 and .86, .96 and .92, 80001 .87 and .78. Aligned ones are not (80000 of bfloat16 on an
+// H100 .94 and .92).
+int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t most,
+                      const PlanRequest& request) {
+  if (chunks <= most && request.cluster_size.value_or(1) <= 1) return 1;
+  if (chunks > most * kMaxClusterSize) return kLargeClusterSize;
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const int64_t least = ceil_div(chunks, most);
+  const bool may_be_odd = least == 3 || (least == 5 && is_16_bit);
+  const int most_threads = is_16_bit ? 480 : 416;
+  if (!request.cluster_size && problem.cols % chunk_columns(problem.x_dtype) != 0 && may_be_odd &&
+      forward_threads(ceil_div(chunks, least), kForwardChunks) <= most_threads) {
+    return static_cast<int>(least);
+  }
+  return choose_cluster_size(chunks, most, request);
+}
+
 // The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
 // none where rows cannot be streamed so.
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
@@ -185,10 +209,7 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
     return grid_shape(ceil_div(chunks, kForwardChunks), device, request);
   }
-  const bool alone = chunks <= most && request.cluster_size.value_or(1) <= 1;
-  const int size = alone                             ? 1
-                   : chunks > most * kMaxClusterSize ? kLargeClusterSize
-                                                     : choose_cluster_size(chunks, most, request);
+  const int size = forward_ring_size(problem, chunks, most, request);
   return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
 }
 
@@ -320,16 +341,20 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // 16383 float32 .88 of a copy on an H200 with 131, .86 with 132). In pairs all find a place: 4096 x
 // 65536 bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58.
 // Larger clusters do not fit into what is left of some GPCs; one that has to wait for another's end
-// doubles the time (2048 x 131072: .91 with 28 clusters of four, .64 with 33).
+// doubles the time. (2048 x 131072: .92 with 27 clusters of four, .93 with 28, .945 with 29 and 30,
+// .64 with 33.)
 //
 // On an H100, whose memory is slower, blocks and pairs are on all multiprocessors: 4096 x 32768
 // bfloat16 .94 of a copy with 131, .95 with 132, x 65536 .935 with 65 pairs, .965 with 66. Clusters
 // of four are on seven tenths of them: 1024 x 131072 .92 with 28, .956 with 23, 1340 x 100000 .89
-// and .94, 2048 x 65536 float32 .94 and .97. Where 16-bit rows are not aligned instructions set the
-// pace, and clusters are as many as find a place: 65537 columns .66 with 23, .815 with 30, 80001
-// .75 and .86, 131071 .755 and .85, in eights 131073 .79 with 14, .84 with 15, 262143 .81 and .83;
-// and so it is with float32 in large blocks, 65535 columns .85 and .92, 57001 .90 and .925, but
-// 53001 .915 and .91, 44001 .94 and .92.
+// and .94, 2048 x 65536 float32 .94 and .97.
+//
+// Where 16-bit rows are not aligned instructions set the pace, and clusters are as many as find a
+// place: on an H100 131071 columns .755 with 23, .85 with 30, in eights 262143 .81 with 14, .83
+// with 15, on an H200, with 28 and 30 fours, 131071 .70 and .74, with 65 and 66 pairs 33001 .64 and
+// .65, 50257 .82 and .83. So it is with float32 in large blocks: on an H100 65535 columns .85 and
+// .92, 57001 .90 and .925, on an H200 .785 and .82, .84 and .87, in eights 131071 .76 and .80; but
+// on an H100 53001 .915 and .91, 44001 .94 and .92, on an H200 .86 and .74.
 int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem,
                            const DeviceProperties& device) {
   const int sms = device.sm_count;
@@ -337,14 +362,15 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   const bool slow = has_slow_memory(device);
   if (shape.cluster_size == 1) return slow ? sms : (sms - 1) | 1;
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters;
+  const int fit = resident_clusters(shape.cluster_size, 1, device);
   constexpr int kManyThreads = 416;
-  const bool many = size_in_bytes(problem.x_dtype) == 2 || shape.threads > kManyThreads;
-  if (slow && !is_vectorized(problem) && many) {
-    return resident_clusters(shape.cluster_size, 1, device);
-  }
-  const int used = shape.cluster_size == 2           ? (slow ? sms : sms - 2)
-                   : slow && shape.cluster_size == 4 ? sms * 7 / 10
-                                                     : sms - sms / 7;
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const bool many = is_16_bit || shape.threads > kManyThreads;
+  if (!is_vectorized(problem) && many) return fit;
+  if (!slow && is_16_bit && shape.cluster_size == 4) return (fit - 1) | 1;
+  const int used = shape.cluster_size == 2   ? (slow ? sms : sms - 2)
+                   : shape.cluster_size == 4 ? sms * 7 / 10
+                                             : sms - sms / 7;
   return std::max(1, used / shape.cluster_size);
 }
 

@@ -122,33 +122,29 @@ int tail_columns(int64_t cols, int64_t warps) {
   return static_cast<int>(ceil_div(ceil_div(cols, warps), kUnevenChunk) * kUnevenChunk);
 }
 
-// What 16-bit rows that end within a chunk reach, in parts of an elementwise sum, where a row has
-// `warps` in each of `size` blocks, and `together` of them are under way on a multiprocessor.
+// What 16-bit rows that end within a chunk reach, up to a factor, where a row has `warps` in each
+// of `size` blocks, and `together` of them are under way on a multiprocessor.
 //
-// As much as the columns under way there, up to some number. Few warps of each of many rows wait
-// less for each other than many of one: on 92 multiprocessors of an H100, which give each as much
-// memory as an H200 does, 8191 columns of bfloat16 by 16 warps .75, by eight in each of two blocks
-// .79, by four in each of four .86; five or seven in a block, which the four parts of a
-// multiprocessor do not share evenly, .61 where as many columns in threes are .76 (8193 columns). A
-// column behind the chunks of lanes takes 6 percent, in large blocks twice that: 16383 columns .87,
-// 16385 .81. On an H100 as it is, whose memory sets the pace, all of this is within 3 percent.
-double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together,
-                    const DeviceProperties& device) {
-  const bool alone = size == 1;
-  const bool has_tail = cols > size * warps * kUnevenColumns;
-  const double busy = static_cast<double>(cols * together) /
-                      static_cast<double>(size * kMostUnevenColumns) * cluster_fit(size, together);
-  if (has_slow_memory(device)) {
-    const double enough = alone ? 0.65 : 0.8;
-    return std::sqrt(std::min(1.0, busy / enough)) * (alone ? 1.04 : 1) * (has_tail ? 0.99 : 1);
-  }
-  constexpr double kBusy = 0.78;
-  constexpr std::array<double, kRowWarps + 1> kOfWarps = {
-      0, 0.7, 0.85, 1, 1, 0.875, 1.02, 0.87, 0.87, 0.95, 1, 1, 0.97, 0.88, 0.9, 0.8, 0.8};
+// Instructions set the pace, and those are as many for idle lanes; on how many multiprocessors they
+// are issued, and, less than that, in how many warps on each, and whether its four parts have equal
+// numbers of these. Columns behind the chunks of lanes take some percent. Of an elementwise sum on
+// an H200, bfloat16: 57001 columns in seven blocks of 16 warps .61, in eight of 14 .63; 20001 in
+// fives of eight .71, in eights of five .705, in threes of 14 and sixes of seven .64; 8705 in sixes
+// of three .695, in threes of six .655, in fours of five and fives of four, with more idle lanes,
+// .64; 50257 in eights of 12, with columns behind chunks, .62, of 13 .58; 16383 in pairs of 16 .79,
+// in fours of eight and eights of four .76.
+double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together) {
+  constexpr int64_t kParts = 4;  // of a multiprocessor
   constexpr int64_t kManyWarps = 12;
-  const double limited = busy <= kBusy ? busy : kBusy + (busy - kBusy) / 2;
-  const double tail = !has_tail ? 1 : warps <= kManyWarps ? 0.94 : 0.86;
-  return limited * kOfWarps[static_cast<size_t>(warps)] * (alone ? 1.15 : 1) * tail;
+  const bool alone = size == 1;
+  const int64_t resident = warps * together;
+  const auto columns = static_cast<double>(size * warps * kUnevenColumns);
+  const double full = std::min(1.0, static_cast<double>(cols) / columns);
+  const double busy = std::sqrt(static_cast<double>(resident) / kRowWarps);
+  const double even = std::cbrt(static_cast<double>(resident) /
+                                static_cast<double>(ceil_div(resident, kParts) * kParts));
+  const double tail = full < 1 ? 1 : warps > kManyWarps ? 0.94 : 0.95;
+  return full * busy * even * tail * cluster_fit(size, together) * (alone ? 1.02 : 1);
 }
 
 // The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
@@ -172,7 +168,7 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
       const int64_t room = kRowWarps / warps;
       const int64_t rows = (kMostUnevenColumns + cols / 2) / cols;
       const int64_t together = size > 1 ? room : std::clamp<int64_t>(rows, 1, room);
-      const double ratio = uneven_ratio(cols, size, warps, together, device);
+      const double ratio = uneven_ratio(cols, size, warps, together);
       if (ratio <= best_ratio) continue;
       best_ratio = ratio;
       best = RingShape{static_cast<int>(warps * kWarpSize), size};
@@ -267,10 +263,15 @@ int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& probl
 //   11264: pairs with 352 .85, threes with 256, two on a multiprocessor, .86, eights with 96 .84.
 //   17408: fours with 288 .70, threes with 384 .80, fives with 224 .84, eights with 160 .81.
 //   24576: fours with 384 .84, threes with 512 .87. 34816: eights with 288 .71, fives with 448 .82.
+//   268 MB: 10240 columns, threes with 224 .905, fours with 160 .93, 20480, threes with 448 .89,
+//   fives with 256 .93; 12288, pairs with 384 .93, threes with 256 .92, sixes with 128 .91.
 // float32, in twice the threads and columns that stream otherwise rather than with idle ones: 4352
 //   columns, pairs with 160, one on a multiprocessor, .73, one block with 288 .92; 6144, one block
 //   .90; 8192, one block .89, pairs .91; 9216, pairs with 160 .76, pairs with 288 .90; 18432,
-//   eights with 160 .75, fours with 288 .89.
+//   eights with 160 .75, fours with 288 .89. But where no more threads than otherwise leave few
+//   without columns, so (268 MB): 9216, pairs with 288 .935, fives with 128 .945; 10240, pairs with
+//   320 .93, threes with 224 .915, fives with 128 .95; 12288, pairs with 384 .93, threes with 256
+//   .94; 20480, fours with 320 .935, fives with 256 .945.
 std::optional<RingShape> ring_shape(const BackwardProblem& problem, const DeviceProperties& device,
                                     const PlanRequest& request) {
   // Very short rows have too few columns per lane for the ring's bookkeeping: 8388608 x 16 bfloat16
@@ -300,23 +301,27 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   } else if (has_slow_memory(device) && !wide_dy && !asked) {
     if (const auto shape = slow_shape(threads, problem.x_dtype)) return shape;
   }
-  constexpr double kBusy = 0.74;
-  constexpr double kTooBusy = 1.5;  // of what float32 has otherwise
+  constexpr double kBusy = 0.755, kPairBusy = 0.74;
+  // Of what float32 has otherwise: in clusters, rather, and at most.
+  constexpr double kRatherBusy = 1.05, kTooBusy = 1.5;
   constexpr std::array<int, 8> kInTurn = {1, 2, 3, 4, 5, 6, 7, 8};
   constexpr std::array<int, 8> kPowersFirst = {1, 2, 4, 8, 3, 5, 6, 7};
   const int most = ring_threads(problem.x_dtype);
   RingShape best;
   double best_share = 0;
-  for (int size : asked || is_16_bit ? kInTurn : kPowersFirst) {
-    const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
-    if (size < least_size || each > kMaxThreadsPerRow) continue;
-    const RingShape shape{static_cast<int>(each), size};
-    if (asked) return shape;
-    const double share = busy_share(threads, size, each, most);
-    if (share <= kTooBusy && (size == 1 || share >= kBusy)) return shape;
-    if (share > best_share) {
-      best = shape;
-      best_share = share;
+  for (const double too_busy : {kRatherBusy, kTooBusy}) {
+    for (int size : asked || is_16_bit ? kInTurn : kPowersFirst) {
+      const int64_t each = ceil_div(ceil_div(threads, size), kWarpSize) * kWarpSize;
+      if (size < least_size || each > kMaxThreadsPerRow) continue;
+      const RingShape shape{static_cast<int>(each), size};
+      if (asked) return shape;
+      const double share = busy_share(threads, size, each, most);
+      const double busy = size == 2 ? kPairBusy : kBusy;
+      if (size == 1 ? share <= kTooBusy : share >= busy && share <= too_busy) return shape;
+      if (share > best_share) {
+        best = shape;
+        best_share = share;
+      }
     }
   }
   if (best_share > 0) return best;
@@ -335,16 +340,23 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // multiprocessors of an H100 (see uneven_ratio): 1025 .84 and .79, 2049 .84 and .83, 2601 .82 and
 // .785, 3073 .78 and .83, 3601 .825 and .83.
 //
-// On an H100 as it is, where instructions count for less, the ring is better from 1025 columns on:
-// 1101 .905 and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89,
-// 65537 .86 and .615, 69633 .65 and .64, 80001 .72 and .655, 96001 .79 and .73, 112001 .785 and
-// .75, 131071 .81 and .78; but 100001 .73 and .76.
+// On an H200 those of a block of 13 warps, or of 12 with columns behind chunks, are better by
+// column (6145 .74 and .80; 6001 .79 and .79, 7001 .80 and .79), and rows that take clusters of 16
+// are in the ring as well: 80001 .52 and .47, 120001 .58 and .56, 131071 .59 and .59, but 100001
+// .525 and .56.
+//
+// On an H100, where instructions count for less, the ring is better from 1025 columns on: 1101 .905
+// and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89, 65537 .86
+// and .615, 69633 .65 and .64, 80001 .72 and .655, 96001 .79 and .73, 112001 .785 and .75, 131071
+// .81 and .78; but 100001 .73 and .76.
 bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kMostColumns = kMaxClusterSize * kMostTailColumns;
   const int64_t cols = problem.cols;
   if (size_in_bytes(problem.x_dtype) != 2) return false;
   if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
-  if (cols > kMostColumns) return false;
+  if (cols > kMostColumns) return true;
+  constexpr int64_t kOddWarps = 13;
+  if (cols > (kOddWarps - 1) * kUnevenColumns && cols <= kOddWarps * kUnevenColumns) return false;
   const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
   const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
   if (2 * warps > kRowWarps) return true;
@@ -422,33 +434,42 @@ struct StreamColumns {
 StreamColumns stream_columns(DType x_dtype, bool wide_dy, const DeviceProperties& device) {
   const bool slow = has_slow_memory(device);
   if (size_in_bytes(x_dtype) != 2) {
-    return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 5120};
+    return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 3500};
   }
   if (wide_dy) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
-  return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 7400};
+  return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 6600};
 }
 
-// Warps of a block whose rows take a warp or a part of one. Of an elementwise sum, on an H200, with
-// 16 warps on 120 multiprocessors and so: bfloat16 64 columns .92 and .93, 256 .93 and .93, 512 .93
-// and .95; in three chunks, with 12 warps and 10, 384 .92 and .94, 768 .92 and .95; float32, with
-// 16 on 132 and 10, 24 .91 and .95, 64 .90 and .93, 320 .93 and .96, 384 .94 and .97, 512 .95 and
-// .95.
+// Warps of a block whose rows take a warp or a part of one: rather an odd number, as of blocks. Of
+// an elementwise sum on an H200: bfloat16 64 columns in 12 warps .914, in 13 .933, in 14 .923, in
+// 16 .913; 192 in eight .915, in nine .945, in ten .94, 320 in ten .938, in 11 .945, in 12 .941,
+// 768 in nine .957, in ten .955, in 11 .945; float32 64 columns in six .92, in seven .955, in eight
+// .93, 128 .95, .96 and .94, 512 .95, .97 and .95, 76 in ten .937, in 11 .945. But an even one for
+// three chunks in a lane where rows have an odd number of chunks: 200 columns in 11 warps .92, in
+// 12 .934, in 13 .915, 264 in 12, 13, 14 and 15 .92, .905, .93 and .925, 520 .927, .907, .937 and
+// .937, 568 .947, .941, .937 and .925.
 //
-// On an H100 rather an odd number, as of blocks: 64 columns of bfloat16 in ten warps .925, in nine
-// or eleven .94, 320 in eight .94, in nine .965; float32 76 columns in eight .93, in nine .96.
+// On an H100 64 columns of bfloat16 in ten warps .925, in nine or eleven .94, 320 in eight .94, in
+// nine .965; float32 76 columns in eight .93, in nine .96; with an odd number of chunks either: 200
+// in eight, nine and ten .94, .947 and .941, 264 in nine, ten and 11 .943, .954 and .946.
 int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem,
                         const DeviceProperties& device) {
-  constexpr int64_t kFloatWarps = 10;
-  const bool slow = has_slow_memory(device);
-  const int64_t least = slow ? 5 : 8;
+  constexpr int64_t kFloatWarps = 11;
+  const int64_t least = 5;
   const int64_t most = size_in_bytes(problem.x_dtype) != 2 ? kFloatWarps
                        : plan.chunks_per_thread == kMostLaneChunks && !plan.packed
                            ? kWideLaneWarps
                            : kMaxThreadsPerRow / kWarpSize;
   const int64_t columns = problem.cols * rows_per_warp(plan);
   const int64_t wanted = stream_columns(problem.x_dtype, has_wide_dy(problem), device).of_warps;
+  const bool odd_chunks = plan.chunks_per_thread == kMostLaneChunks && problem.cols % 16 == 8;
+  if (odd_chunks && !has_slow_memory(device)) {
+    constexpr int64_t kMoreColumns = 600;
+    const int64_t pairs = (wanted + kMoreColumns + columns) / (2 * columns);
+    return std::clamp(2 * pairs, least, most);
+  }
   const int64_t warps = std::clamp((wanted + columns / 2) / columns, least, most);
-  return slow ? std::min(warps | 1, most) : warps;
+  return std::min(warps | 1, most);
 }
 
 // Rows of one warp and more that a block works on at a time, if it has room for them: aligned ones
@@ -457,6 +478,10 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
 // columns of bfloat16 reached .94 of an elementwise sum on an H200, in two rows for three .95; 768
 // of float32 .94, in five rows for six .96, 1536 .95 and .96; but 5120 of bfloat16 .93, in one row
 // .91. Others are not limited by memory: 1023 columns .87, in seven rows for eight .79.
+//
+// With brakes (see shape_ring) one more is better in float32 as soon as less than 95 percent stream
+// without it: 768 columns in five rows .955, in six, with brakes, .97; 1280 in three and four .955
+// and .975, 1536 in two and three .945 and .98, 3072 in one and two .93 and .95.
 int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   const bool wide_dy = plan.vectorized && has_wide_dy(problem);
@@ -464,7 +489,9 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
   const int64_t most = size_in_bytes(problem.x_dtype) == 2 ? best + 8 : best * 21 / 20;
   if (!plan.vectorized) return (most + problem.cols / 2) / problem.cols;
   const int64_t rows = most / problem.cols;
-  return 100 * rows * problem.cols >= 72 * best ? rows : rows + 1;
+  const bool is_float = size_in_bytes(problem.x_dtype) != 2;
+  const int64_t least = is_float && !has_slow_memory(device) ? 95 : 72;  // percent
+  return 100 * rows * problem.cols >= least * best ? rows : rows + 1;
 }
 
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
@@ -486,10 +513,17 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
 // blocks, .942 with 112; 2180 x 15360 float32 .91 with 120, .90 with 112. Pairs are, but where as
 // many 16-bit columns stream: 8192 x 16384 .92 with 132, .93 with 116.
 //
+// Where more columns stream than is best, rows brake (see backward_ring). Of an elementwise sum on
+// an H200, without, and so with 131 and with 115 blocks: bfloat16 4608 columns in two rows .93, .96
+// and .95, 5120 .93, .945 and .955; float32 768 in six .94, .97 and .96, 1280 in four .945, .96 and
+// .975, 1536 in three .95, .98 and .965, 2560 in two .95, .965 and .98, 3072 in two .945, .95 and
+// .93, 4608 in one .94, .975 and .965, 5120 .94, .965 and .975. Of rows that are not aligned those
+// that a block has alone: 7001 .79 and .80, 7777 .75 and .775, 8191 .77 and .80, but 6001 .79 and
+// .775; in more rows 2047 .90 and .87; and none in clusters (bfloat16 20480 .89 and .835).
+//
 // On an H100 clusters, too, are rather an odd number (float32 8192 x 16384 .95 with 30, .96 with
-// 29), and where more columns stream than is best, rows brake (see backward_ring). Of an
-// elementwise sum, without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93 and
-// .97, not aligned 4095 .875 and .92, 7777 .87 and .90, 8191 .85 and .90; float32 2048 and 4096
+// 29), and more brake. Without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93
+// and .97, not aligned 4095 .875 and .92, 7777 .87 and .90, 8191 .85 and .90; float32 2048 and 4096
 // .955 and .995, 4608 .95 and .955; in clusters as large as an H200's bfloat16 16384 .92
 // and .935, 65536 .93 and .94, but float32 16384 .955 and .945, and not aligned 16385 .85 and .82,
 // 65535 .92 and .88. Where no more stream it costs up to 5 percent (12288 .95 and .90).
@@ -526,17 +560,25 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   if (shape.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
   const int some = sms - sms / 8;
   const bool slow = has_slow_memory(device);
-  if (short_rows) return slow ? (sms - 1) | 1 : sms;
+  if (short_rows) return (sms - 1) | 1;
   // Columns that stream on a multiprocessor, in parts of the best.
   const int64_t best = stream_columns(problem.x_dtype, has_wide_dy(problem), device).of_blocks;
   const double columns = static_cast<double>(problem.cols) *
                          static_cast<double>(in_cluster ? blocks_together : most_rows) /
                          static_cast<double>(best * shape.cluster_size);
   constexpr double kLeast = 0.9, kMost = 1.1;
-  plan.brakes = slow && has_one_dtype(problem) && columns > kMost &&
-                (!in_cluster || (plan.vectorized && is_16_bit));
+  const bool uneven_block = !plan.vectorized && !in_cluster;
+  const bool may_brake = slow           ? !in_cluster || (plan.vectorized && is_16_bit)
+                         : uneven_block ? is_16_bit && most_rows == 1
+                                        : !in_cluster;
+  constexpr double kAlone = 0.85;  // of a row that a block has alone
+  plan.brakes =
+      may_brake && has_one_dtype(problem) && columns > (uneven_block && !slow ? kAlone : kMost);
+  constexpr double kLeastFewer = 1.2, kMostFewer = 1.4;
+  const bool fewer_brake =
+      plan.brakes && !in_cluster && (slow || (columns >= kLeastFewer && columns <= kMostFewer));
   const bool by_memory =
-      plan.vectorized && ((plan.brakes && !in_cluster) || (columns >= kLeast && columns <= kMost));
+      plan.vectorized && (fewer_brake || (columns >= kLeast && columns <= kMost));
   if (in_cluster) {
     const bool fewer = by_memory && shape.cluster_size == (is_16_bit ? 2 : kMaxClusterSize);
     const int64_t all = streaming_clusters(shape.cluster_size, blocks_together, problem, device);
