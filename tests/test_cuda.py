@@ -171,6 +171,23 @@ def test_the_forward_ring_sums_as_clusters_do(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+def test_uneven_rows_by_three_and_five_blocks(dtype: torch.dtype) -> None:
+    """Many rows for each cluster, few, and one have the same bits, wherever they start."""
+    block = 4096 * 16 // dtype.itemsize  # columns
+    for cols, size in ((2 * block + 1, 3), (round(2.4 * block) | 1, 3), (4 * block + 3, 5)):
+        for rows in (1, 7, 401):
+            x, _, weight, bias = _arguments(rows, cols, dtype)
+            if dtype != torch.float32 or size == 3:
+                plan = plan_here("forward", rows, cols, dtype)
+                assert (plan["kernel"], plan["cluster_size"]) == ("ring", size)
+            results = check_forward(x, [cols], weight, bias)
+            for other, count in ((_narrowed(x), rows), (x[-1:].clone(), 1)):
+                again = ops.layer_norm_forward(other, [cols], weight, bias, 1e-5, None)
+                for result, same in zip(results, again, strict=True):
+                    assert result[-count:].equal(same), f"{rows} x {cols}"
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 def test_the_forward_ring_sums_as_rows_of_one_block_do(
     force: Callable[..., None], dtype: torch.dtype
 ) -> None:

@@ -386,8 +386,8 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
     small = (33, 65, 257, 513, 850, 1201, 2177, 3073)
     in_ring = () if dtype == "float32" else IN_RING
-    # A cluster of eight blocks holds 69632 columns of a 16-bit type.
-    wide = (65_537, 122_879) if dtype == "float32" else (69_633, 131_071)
+    # Of 13 warps, and of 12 with columns behind chunks.
+    wide = (65_537, 122_879) if dtype == "float32" else (6145, 6601)
     for cols in (*small, *(set(IN_RING) - set(in_ring)), *wide):
         for rows in (1, 60_000):
             plan = _C.plan("backward", rows, cols, dtype)
@@ -403,6 +403,9 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
             assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
     for cols in (1, 8, 16, 64, 4096, 131_073, *in_ring):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
+    if dtype != "float32":
+        for cols in (6657, 69_633, 80_001, 131_071):
+            assert _C.plan("backward", 60_000, cols, dtype)["kernel"] == "ring"
     for cols in in_ring:
         for rows in (1, 60_000):
             plan = _C.plan("backward", rows, cols, dtype)
@@ -451,15 +454,41 @@ def test_slow_memory_leaves_multiprocessors_idle_but_for_rows_that_are_not_align
         return int(plan["blocks"] // plan["cluster_size"])
 
     assert clusters(80_000) == 23
-    assert clusters(80_000, aligned=False) == clusters(80_001) == 30
+    assert clusters(80_000, aligned=False) == clusters(100_001) == 30
+    assert clusters(80_001) == 39  # threes
     assert clusters(40_001, "float32") == 23
     assert clusters(160_000) == 14
-    assert clusters(160_001) == 15
+    assert clusters(170_001) == 15
+    assert clusters(140_001) == 21  # fives
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("bandwidth", [4800, 3352])
+def test_uneven_rows_of_the_forward_by_three_and_five_blocks(dtype: str, bandwidth: int) -> None:
+    """Where those are not too large; for any number of rows."""
+
+    def sizes(cols: int, **call: Any) -> set[int]:
+        plans = [
+            _C.plan("forward", rows, cols, dtype, memory_bandwidth=bandwidth, **call)
+            for rows in (1, 100_000)
+        ]
+        assert {plan["kernel"] for plan in plans} == {"ring"}
+        return {plan["cluster_size"] for plan in plans}
+
+    block = 4096 * chunk_columns(dtype)  # columns
+    is_16_bit = dtype != "float32"
+    threes = 2.8 if is_16_bit else 2.4  # blocks that are full, of three
+    assert sizes(2 * block - 1) == {2}
+    assert sizes(2 * block + 1) == sizes(round(threes * block) + 1) == {3}
+    assert sizes(3 * block - 1) == sizes(4 * block - 1) == {4}
+    assert sizes(4 * block + 1) == sizes(round(4.6 * block) + 1) == {5 if is_16_bit else 8}
+    assert sizes(5 * block - 1) == sizes(6 * block + 1) == {8}
+    for cols in (2 * block + 64, round(threes * block) // 64 * 64):
+        assert sizes(cols) == sizes(cols, aligned=False) == {4}
+    assert sizes(2 * block + 1, cluster_size=8) == {8}
 
 
 def test_slow_memory_has_more_uneven_rows_in_the_ring() -> None:
-    assert _C.plan("backward", 999, 80_001, "bfloat16")["kernel"] == "elements"
-    assert _C.plan("backward", 999, 80_001, "bfloat16", memory_bandwidth=3352)["kernel"] == "ring"
     for cols, fast in ((901, "ring"), (1101, "elements"), (1201, "elements"), (3073, "elements")):
         for bandwidth, kernel in ((4800, fast), (3352, "ring")):
             plan = _C.plan("backward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
@@ -481,7 +510,8 @@ def test_dx_alone_by_column(dtype: str) -> None:
     assert kernel(60_000, 12_289) == ("ring" if is_16_bit else "elements")
     assert kernel(60_000, 50_257) == ("ring" if is_16_bit else "elements")
     assert kernel(60_000, 65_537) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 69_633) == "elements"
+    assert kernel(60_000, 69_633) == ("ring" if is_16_bit else "elements")
+    assert kernel(60_000, 6145) == "elements"
 
 
 @pytest.mark.parametrize("dtype", SMALL)
@@ -947,6 +977,55 @@ def test_rows_brake_where_slow_memory_is_asked_for_too_much(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
+def test_rows_brake_where_fast_memory_is_asked_for_too_much(dtype: str) -> None:
+    """Of a block; with a few more under way on all multiprocessors, with more on fewer."""
+    is_16_bit = dtype != "float32"
+    cases = {(4608, True): (2, True, 131), (5120, True): (2, True, 115)}
+    if is_16_bit:
+        cases |= {
+            (4096, True): (2, False, 115),
+            (2047, False): (4, False, 132),
+            (6001, False): (1, False, 132),
+            (7001, False): (1, True, 132),
+            (8191, False): (1, True, 132),
+            (20_480, True): (1, False, None),  # in clusters
+        }
+    else:
+        cases = {
+            (768, True): (6, True, 131),
+            (1024, True): (4, False, 115),
+            (1280, True): (4, True, 115),
+            (3072, True): (2, True, 131),
+            (4096, True): (1, False, 115),
+            (5120, True): (1, True, 115),
+            (4096, False): (1, False, 132),
+            (24_576, True): (1, False, None),
+        }
+    for (cols, aligned), (rows, brakes, blocks) in cases.items():
+        plan = _C.plan("backward", 400_000, cols, dtype, aligned=aligned)
+        assert plan["kernel"] == "ring"
+        assert (plan["rows_per_block"], plan["brakes"]) == (rows, brakes), cols
+        assert blocks is None or plan["blocks"] == blocks, cols
+
+
+@pytest.mark.parametrize("bandwidth", [4800, 3352])
+@pytest.mark.parametrize("dtype", SMALL)
+def test_rows_of_a_warp_are_in_an_odd_number_of_warps(dtype: str, bandwidth: int) -> None:
+    """But for odd numbers of chunks, three in a lane, on fast memory; on all multiprocessors but
+    one."""
+    best = (5200 if bandwidth == 3352 else 6600) if dtype != "float32" else 0
+    for cols in (64, 128, 192, 200, 264, 320, 384, 512):
+        plan = _C.plan("backward", 10**6, cols, dtype, memory_bandwidth=bandwidth)
+        assert plan["threads_per_row"] <= 32
+        assert plan["blocks"] == 131
+        warps = plan["rows_per_block"] // plan["rows_per_warp"]
+        even = plan["chunks_per_thread"] == 3 and cols % 16 == 8 and bandwidth == 4800
+        assert warps % 2 == (0 if even else 1), cols
+        if best:
+            assert abs(warps * plan["rows_per_warp"] * cols - best) < 0.2 * best, cols
+
+
+@pytest.mark.parametrize("dtype", SMALL)
 def test_clusters_ask_slow_memory_for_less(dtype: str) -> None:
     """Nearly always there is one of which 0.6 to 0.81 of the columns stream on a multiprocessor."""
     most = 4096 if dtype == "float32" else 8192
@@ -965,7 +1044,7 @@ def test_clusters_ask_slow_memory_for_less(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "teams"), [(4800, (131, 65, 28, 14)), (3352, (132, 66, 23, 14))]
+    ("bandwidth", "teams"), [(4800, (131, 65, 29, 14)), (3352, (132, 66, 23, 14))]
 )
 def test_multiprocessors_that_the_forward_ring_uses(bandwidth: int, teams: tuple[int, ...]) -> None:
     for cols, size, blocks in zip(

@@ -1,5 +1,5 @@
 // Asynchronous instructions: copies into shared memory, barriers in it that count bytes, stores to
-// another block's, and launches that overlap. But for what the forward's copies take they are of
+// another block's, and launches that overlap. But for start_copy, of the forward, they are of
 // compute capability 9.0: on older devices they do nothing, and plans do not use them there.
 #pragma once
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ void copy_granule(unsigned target, const void* source
 
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -137,7 +137,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits until at most kPending of this thread's groups are still under way.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }

@@ -15,85 +15,66 @@ __global__ void __launch_bounds__(kElementRowThreads)
   using Values = typename Run::Values;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kWarps = kElementRowThreads / kWarpSize;
-  constexpr int kTiles = kTinyForwardTiles;
-  __shared__ uint4 memory[kWarps][kTiles][Tile::kGranules];
+  __shared__ uint4 memory[kWarps][Tile::kGranules];
 
   start_block(p);
   const int warp = threadIdx.x / kWarpSize;
   const int team = threadIdx.x % kWarpSize / kLanes;
   const int cols = static_cast<int>(p.cols);
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * (kTiles * Tile::kTileRows);
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Tile::kTileRows;
   if (first >= p.rows) return;
-  // All tiles are asked for at once; one of no rows is left alone.
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    const int64_t row = first + t * Tile::kTileRows;
-    if (row < p.rows) Tile::copy(memory[warp][t], p.x, p.x_row_stride, p.x_end, row, p.rows, cols);
-    commit_copies();
-  }
+  Tile::copy(memory[warp], p.x, p.x_row_stride, p.x_end, first, p.rows, cols);
   const Run run(cols);
   Values weight, bias;
   run.load_parameter(weight, p.weight, 1.f);
   run.load_parameter(bias, p.bias, 0.f);
+  wait_for_copies();
+  __syncwarp();
 
   const int offset = Tile::offset_of(p.x, p.x_row_stride == cols);
   const int y_offset = Tile::offset_of(p.y, true);
+  const unsigned mine = shared_address(memory[warp]) + (team * cols + run.begin) * kSize;
   const unsigned next_row = Run::kTeams * cols * kSize;
-  static_assert(kTiles == 2);
+  Values values[kTinyForwardRows];
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    const int64_t tile_row = first + t * Tile::kTileRows;
-    if (t == 0) {
-      wait_copies<1>();
-    } else {
-      wait_copies<0>();
+  for (int r = 0; r < kTinyForwardRows; ++r) run.load(values[r], mine + offset + r * next_row);
+  __syncwarp();  // before y comes in their place
+#pragma unroll
+  for (int r = 0; r < kTinyForwardRows; ++r) {
+    Values& x = values[r];
+    // Differences from the first column are averaged: it lies no farther from the mean than the
+    // root of the number of columns times the standard deviation.
+    const float reference = reference_point(__shfl_sync(kAllLanes, x[0], 0, kLanes));
+    float sums[1] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float difference = x[i] - reference;
+      sums[0] = fma(run.has(i) ? difference : 0.f, p.inverse_cols, sums[0]);
     }
-    __syncwarp();
-    if (tile_row >= p.rows) return;
-    const unsigned mine = shared_address(memory[warp][t]) + (team * cols + run.begin) * kSize;
-    Values values[kTinyForwardRows];
+    sum_lanes<kLanes>(sums);
+    const float mean = reference + sums[0];
+    sums[0] = 0;
 #pragma unroll
-    for (int r = 0; r < kTinyForwardRows; ++r) run.load(values[r], mine + offset + r * next_row);
-    __syncwarp();  // before y comes in their place
-#pragma unroll
-    for (int r = 0; r < kTinyForwardRows; ++r) {
-      Values& x = values[r];
-      // Differences from the first column are averaged: it lies no farther from the mean than the
-      // root of the number of columns times the standard deviation.
-      const float reference = reference_point(__shfl_sync(kAllLanes, x[0], 0, kLanes));
-      float sums[1] = {};
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float difference = x[i] - reference;
-        sums[0] = fma(run.has(i) ? difference : 0.f, p.inverse_cols, sums[0]);
-      }
-      sum_lanes<kLanes>(sums);
-      const float mean = reference + sums[0];
-      sums[0] = 0;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        x[i] -= mean;
-        const float present = run.has(i) ? x[i] : 0.f;
-        sums[0] = fma(present, present, sums[0]);
-      }
-      sum_lanes<kLanes>(sums);
-      const float rstd = rsqrt(fma(sums[0], p.inverse_cols, p.eps));
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) x[i] = fma(x[i] * rstd, weight[i], bias[i]);
-      run.store(x, mine + y_offset + r * next_row);
-      const int64_t row = tile_row + r * Run::kTeams + team;
-      if (threadIdx.x % kLanes == 0 && row < p.rows) {
-        p.mean[row] = mean;
-        p.rstd[row] = rstd;
-      }
+    for (int i = 0; i < kCount; ++i) {
+      x[i] -= mean;
+      const float present = run.has(i) ? x[i] : 0.f;
+      sums[0] = fma(present, present, sums[0]);
     }
-    __syncwarp();
-    const int64_t rows = min(p.rows - tile_row, int64_t{Tile::kTileRows});
-    write_staged<Tile::kCapacity>(p.y + tile_row * cols,
-                                  reinterpret_cast<const X*>(memory[warp][t]),
-                                  static_cast<int>(rows) * cols);
+    sum_lanes<kLanes>(sums);
+    const float rstd = rsqrt(fma(sums[0], p.inverse_cols, p.eps));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = fma(x[i] * rstd, weight[i], bias[i]);
+    run.store(x, mine + y_offset + r * next_row);
+    const int64_t row = first + r * Run::kTeams + team;
+    if (threadIdx.x % kLanes == 0 && row < p.rows) {
+      p.mean[row] = mean;
+      p.rstd[row] = rstd;
+    }
   }
+  __syncwarp();
+  const int64_t rows = min(p.rows - first, int64_t{Tile::kTileRows});
+  write_staged<Tile::kCapacity>(p.y + first * cols, reinterpret_cast<const X*>(memory[warp]),
+                                static_cast<int>(rows) * cols);
 }
 
 template <class X, class W>

@@ -86,8 +86,7 @@ constexpr int kTinyColumns = 8;          // of a lane of kElements in very short
 constexpr int kMostTinyColumns = 64;     // of such a row
 constexpr int kTinyThreads = 128;        // the block of such rows in the backward
 constexpr int kTinyBlocks = 6;           // of them, that a multiprocessor holds
-constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forward, at a time
-constexpr int kTinyForwardTiles = 2;     // of so many rows of each lane, one after the other
+constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
 

@@ -56,8 +56,7 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
     plan.threads_per_row = tiny_lanes(problem.cols);
     plan.columns_per_thread = tiny_columns(problem.cols);
     plan.rows_per_thread = kTinyForwardRows;
-    plan.rows_per_block =
-        kTinyForwardTiles * kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
+    plan.rows_per_block = kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
     return;
   }
   plan.rows_per_thread = plan.rows_per_block = kElementRows;
