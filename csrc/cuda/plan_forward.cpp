@@ -239,22 +239,25 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
 // 16392 .87 and .93, 8192 x 24576 .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90,
 // 300 x 16392 .97 and .87; float32 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288
 // .95 and .93, 512 x 16384 .77 and .93; not aligned 4084 x 8201 .82 and .89, 999 x 10001 .85 and
-// .94, 244 x 16383 .91 and .82. Of a 16-bit type such rows are not: 813 x 24577 bfloat16 .74 and
-// .68.
+// .94, 244 x 16383 .91 and .82. Of a 16-bit type such rows are in large blocks, of which few find a
+// place on a multiprocessor, if there are many: of 268 MB of bfloat16 20001 .78 and .76, 22001 .71
+// and .82, 26001 .74 and .81, 30001 .725 and .85, 32767 .73 and .80; but 813 x 24577 .74 and .68.
 //
 // Columns behind a row's last whole chunk are in the warp of that chunk, in the ring only if it is
 // not full: rows that would be added up in another order are not for it.
 bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties& device) {
-  constexpr int64_t kRounds = 3;
+  constexpr int64_t kRounds = 3, kUnevenRounds = 10;
+  constexpr int kManyThreads = 352;
   const int64_t columns = chunk_columns(problem.x_dtype);
   ForwardPlan rows;
   shape_rows(rows, problem, columns);
   const bool uneven = problem.cols % columns != 0;
   const bool same_order =
       !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
-  const bool as_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
-  return rows.chunks_per_thread == kForwardChunks && same_order && as_fast &&
-         problem.rows >= kRounds * device.sm_count;
+  const bool is_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
+  return rows.chunks_per_thread == kForwardChunks && same_order &&
+         (is_fast || rows.threads_per_row >= kManyThreads) &&
+         problem.rows >= (is_fast ? kRounds : kUnevenRounds) * device.sm_count;
 }
 
 // `uneven`: rows end within a chunk, and so are never aligned.
@@ -341,7 +344,8 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // 65536 bfloat16 reached .94 of a copy on an H200 with 65 clusters, .915 with 66, .86 with 58.
 // Larger clusters do not fit into what is left of some GPCs; one that has to wait for another's end
 // doubles the time. (2048 x 131072: .92 with 27 clusters of four, .93 with 28, .945 with 29 and 30,
-// .64 with 33.)
+// .64 with 33; 2048 x 262144 .94 with 14 of eight, .96 with 15; but float32 2048 x 131072 .96 and
+// .94.)
 //
 // On an H100, whose memory is slower, blocks and pairs are on all multiprocessors: 4096 x 32768
 // bfloat16 .94 of a copy with 131, .95 with 132, x 65536 .935 with 65 pairs, .965 with 66. Clusters
@@ -366,7 +370,7 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool many = is_16_bit || shape.threads > kManyThreads;
   if (!is_vectorized(problem) && many) return fit;
-  if (!slow && is_16_bit && shape.cluster_size == 4) return (fit - 1) | 1;
+  if (!slow && is_16_bit && shape.cluster_size >= 4) return (fit - 1) | 1;
   const int used = shape.cluster_size == 2   ? (slow ? sms : sms - 2)
                    : shape.cluster_size == 4 ? sms * 7 / 10
                                              : sms - sms / 7;

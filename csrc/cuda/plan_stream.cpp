@@ -494,6 +494,23 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
   return 100 * rows * problem.cols >= least * best ? rows : rows + 1;
 }
 
+// Whether rows of the ring brake, each turn waiting for the next row's statistics, where so many
+// columns stream on a multiprocessor, in parts of the best: more than are best. See shape_ring.
+bool wants_brakes(const BackwardPlan& plan, const BackwardProblem& problem, double columns,
+                  bool slow) {
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  const bool in_cluster = plan.cluster_size > 1;
+  if (!has_one_dtype(problem)) return false;
+  if (slow) {
+    constexpr double kMost = 1.1;
+    return columns > kMost && (!in_cluster || (plan.vectorized && is_16_bit));
+  }
+  constexpr double kMost = 1.05, kMostAlone = 0.85;  // the latter of a row that has a block alone
+  if (in_cluster) return false;
+  if (plan.vectorized) return columns > kMost;
+  return is_16_bit && plan.rows_per_block == 1 && columns > kMostAlone;
+}
+
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
 //
 // Fewer blocks than multiprocessors: each GPC has its own path to memory, GPCs have different
@@ -515,11 +532,12 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
 //
 // Where more columns stream than is best, rows brake (see backward_ring). Of an elementwise sum on
 // an H200, without, and so with 131 and with 115 blocks: bfloat16 4608 columns in two rows .93, .96
-// and .95, 5120 .93, .945 and .955; float32 768 in six .94, .97 and .96, 1280 in four .945, .96 and
-// .975, 1536 in three .95, .98 and .965, 2560 in two .95, .965 and .98, 3072 in two .945, .95 and
-// .93, 4608 in one .94, .975 and .965, 5120 .94, .965 and .975. Of rows that are not aligned those
-// that a block has alone: 7001 .79 and .80, 7777 .75 and .775, 8191 .77 and .80, but 6001 .79 and
-// .775; in more rows 2047 .90 and .87; and none in clusters (bfloat16 20480 .89 and .835).
+// and .95, 5120 .93, .945 and .955, 1792 in five .93, .955 and .93; float32 768 in six .94, .97 and
+// .96, 1280 in four .945, .96 and .975, 1536 in three .95, .98 and .965, 2560 in two .95, .965 and
+// .98, 3072 in two .945, .95 and .93, 4608 in one .94, .975 and .965, 5120 .94, .965 and .975. Of
+// rows that are not aligned those that a block has alone: 7001 .79 and .80, 7777 .75 and .775, 8191
+// .77 and .80, but 6001 .79 and .775; in more rows 2047 .90 and .87; and none in clusters (bfloat16
+// 20480 .89 and .835).
 //
 // On an H100 clusters, too, are rather an odd number (float32 8192 x 16384 .95 with 30, .96 with
 // 29), and more brake. Without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93
@@ -566,17 +584,11 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const double columns = static_cast<double>(problem.cols) *
                          static_cast<double>(in_cluster ? blocks_together : most_rows) /
                          static_cast<double>(best * shape.cluster_size);
-  constexpr double kLeast = 0.9, kMost = 1.1;
-  const bool uneven_block = !plan.vectorized && !in_cluster;
-  const bool may_brake = slow           ? !in_cluster || (plan.vectorized && is_16_bit)
-                         : uneven_block ? is_16_bit && most_rows == 1
-                                        : !in_cluster;
-  constexpr double kAlone = 0.85;  // of a row that a block has alone
-  plan.brakes =
-      may_brake && has_one_dtype(problem) && columns > (uneven_block && !slow ? kAlone : kMost);
+  plan.brakes = wants_brakes(plan, problem, columns, slow);
   constexpr double kLeastFewer = 1.2, kMostFewer = 1.4;
   const bool fewer_brake =
       plan.brakes && !in_cluster && (slow || (columns >= kLeastFewer && columns <= kMostFewer));
+  constexpr double kLeast = 0.9, kMost = 1.1;
   const bool by_memory =
       plan.vectorized && (fewer_brake || (columns >= kLeast && columns <= kMost));
   if (in_cluster) {
