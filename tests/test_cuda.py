@@ -171,6 +171,33 @@ def test_the_forward_ring_sums_as_clusters_do(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [2, 5, 13, 31, 45, 63, 81, 99, 127])
+def test_any_number_of_very_short_rows(cols: int, dtype: torch.dtype) -> None:
+    """Wherever the last one ends, there lies nothing but NaN behind: the bits of a larger batch,
+    dense or with gaps between rows, and dw and db of these rows alone."""
+    rows = 1031
+    x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+    y, mean, rstd = check_forward(x, [cols], weight, bias)
+    dx = check_backward(grad_out, x, [cols], weight, bias)[0]
+    for count in (*range(1, 40), 63, 64, 65, 127, 255, 256, 257, 511, 513, 1023):
+        given, grad = (
+            torch.cat([each[:count].flatten(), each.new_full((64,), float("nan"))])[
+                : count * cols
+            ].view(count, cols)
+            for each in (x, grad_out)
+        )
+        for some, some_grad in ((given, grad), (_narrowed(given), _narrowed(grad))):
+            results = ops.layer_norm_forward(some, [cols], weight, bias, 1e-5, None)
+            for result, whole in zip(results, (y, mean, rstd), strict=True):
+                assert result.equal(whole[:count]), count
+            arguments = (some, [cols], results[1], results[2], weight, bias, 1e-5, [True] * 3)
+            part = ops.layer_norm_backward(some_grad, *arguments)
+            assert part[0].equal(dx[:count]), count
+        if count in (1, 7, 64, 257, 1023):
+            check_backward(grad, given, [cols], weight, bias)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 def test_uneven_rows_by_three_and_five_blocks(dtype: torch.dtype) -> None:
     """Many rows for each cluster, few, and one have the same bits, wherever they start."""
     block = 4096 * 16 // dtype.itemsize  # columns

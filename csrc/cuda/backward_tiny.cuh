@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Tile::kTileRows;
   const auto copy_tile = [&](int stage, int64_t first) {
     if (first < p.rows) {
-      Tile::copy(storage.x[stage], p.x, p.x_row_stride, p.x_end, first, p.rows, cols);
-      Tile::copy(storage.dy[stage], p.dy, p.dy_row_stride, p.dy_end, first, p.rows, cols);
+      Tile::copy(storage.x[stage], p.x, p.x_row_stride, first, p.rows, cols);
+      Tile::copy(storage.dy[stage], p.dy, p.dy_row_stride, first, p.rows, cols);
     }
     commit_copies();
   };
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
 template <class X>
 cudaError_t launch_tiny_rows(RingParameters<X> p, const BackwardPlan& plan, cudaStream_t stream) {
   p.groups = kTinyThreads / kWarpSize;
-  return with_tiny_run(plan, [&](auto lanes, auto count) {
+  return with_tiny_run<kMostTinyColumns / kTinyColumns>(plan, [&](auto lanes, auto count) {
     return Launch(plan.blocks, dim3(kTinyThreads), stream)(
         backward_tiny_rows<X, decltype(lanes)::value, decltype(count)::value>, p);
   });

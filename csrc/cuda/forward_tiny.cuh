@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int cols = static_cast<int>(p.cols);
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Tile::kTileRows;
   if (first >= p.rows) return;
-  Tile::copy(memory[warp], p.x, p.x_row_stride, p.x_end, first, p.rows, cols);
+  Tile::copy(memory[warp], p.x, p.x_row_stride, first, p.rows, cols);
   const Run run(cols);
   Values weight, bias;
   run.load_parameter(weight, p.weight, 1.f);
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kElementRowThreads)
 template <class X, class W>
 cudaError_t launch_tiny_rows(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                              cudaStream_t stream) {
-  return with_tiny_run(plan, [&](auto lanes, auto count) {
+  constexpr int kMostLanes = (kIs16Bit<X> ? kMostTinyForward : kMostTinyColumns) / kTinyColumns;
+  return with_tiny_run<kMostLanes>(plan, [&](auto lanes, auto count) {
     constexpr int kLanes = decltype(lanes)::value, kCount = decltype(count)::value;
     if constexpr (std::is_same_v<X, float> && kLanes == 1 && kCount == kTinyColumns) {
       return cudaErrorInvalidValue;  // these are in two chunks, see elements_run

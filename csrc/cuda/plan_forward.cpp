@@ -48,11 +48,19 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
   return false;
 }
 
+// Whether 16-bit rows beyond kMostTinyColumns are taken as shorter ones are, by 16 lanes. Of a
+// copy, on an H100, column by column and so: 66 columns of bfloat16 .797 and .799, 75 .887 and
+// .884, 83 .88 and .91, 91 .90 and .965, 100 .89 and .95, 117 .90 and .955, 127 .89 and .99.
+bool is_tiny_16_bit(const ForwardProblem& problem) {
+  return size_in_bytes(problem.x_dtype) == 2 && problem.cols >= kLeastTinyForward &&
+         problem.cols <= kMostTinyForward;
+}
+
 // No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
 // there are, but for four.
 void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   constexpr int64_t kGrain = 4;
-  if (is_tiny(problem.cols)) {
+  if (is_tiny(problem.cols) || is_tiny_16_bit(problem)) {
     plan.threads_per_row = tiny_lanes(problem.cols);
     plan.columns_per_thread = tiny_columns(problem.cols);
     plan.rows_per_thread = kTinyForwardRows;

@@ -147,6 +147,37 @@ double uneven_ratio(int64_t cols, int size, int64_t warps, int64_t together) {
   return full * busy * even * tail * cluster_fit(size, together) * (alone ? 1.02 : 1);
 }
 
+// Columns that stream on a multiprocessor, at its best.
+struct StreamColumns {
+  int64_t of_blocks;  // in rows that take more than a warp
+  int64_t of_warps;   // in rows of a warp or a part of one
+};
+
+// Beside a float32 dy a column takes half as much again in the ring: 65536 x 1024 bfloat16, with
+// eight rows in a block, took 147 us on an H200, with seven 143.6 us, with six 134.6 us, with five
+// 165 us.
+//
+// An H100, whose memory is slower, is slower still if as much is asked of it. Of an elementwise sum
+// there, as on an H200 and so: bfloat16 1024 columns .91 and .97, 1600 .90 and .97, 2560 .93 and
+// .98, 5120 .94 and .975, 2047 .915 and .96, in rows of a warp 192 .94 and .97, 384 .935 and .98,
+// 768 .94 and .98; beside a float32 dy 1024 .93 and .96; float32 1024 .93 and .99, 4096 .93 and
+// .95, 512 .95 and .99, 320 .95 and .98.
+StreamColumns stream_columns(DType x_dtype, bool wide_dy, const DeviceProperties& device) {
+  const bool slow = has_slow_memory(device);
+  if (size_in_bytes(x_dtype) != 2) {
+    return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 3500};
+  }
+  if (wide_dy) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
+  return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 6600};
+}
+
+// Rows that are not aligned, for a block to work on at a time: what is nearest to so many columns,
+// or one more where that is less than 72 percent of them.
+int64_t unaligned_rows(int64_t cols, int64_t columns) {
+  const int64_t rows = (columns + cols / 2) / cols;
+  return 100 * rows * cols >= 72 * columns ? rows : rows + 1;
+}
+
 // The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
 // warps that promise most. Of an elementwise sum, before (by a block, or the smallest cluster that
 // leaves few threads idle, without columns behind chunks) and so, bfloat16, on 92 multiprocessors
@@ -160,13 +191,14 @@ std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DevicePr
   // Of rows that a block holds, blocks merge their partial sums, which clusters of them do not:
   // those of 124 clusters of four would take 6 % of 134 MB of 8191 columns.
   const int most_blocks = cols <= kMostUnevenColumns ? 1 : kMaxClusterSize;
+  const int64_t rows =
+      unaligned_rows(cols, stream_columns(DType::kBFloat16, false, device).of_blocks);
   for (int size = 1; size <= most_blocks; ++size) {
     for (const int64_t most : {kUnevenColumns, kUnevenColumns + kWarpSize}) {
       const int64_t warps = ceil_div(ceil_div(cols, most), size);
       const int columns = tail_columns(cols, warps * size);
       if (warps > kRowWarps || warps * size == 1 || (wide_dy && columns > 0)) continue;
       const int64_t room = kRowWarps / warps;
-      const int64_t rows = (kMostUnevenColumns + cols / 2) / cols;
       const int64_t together = size > 1 ? room : std::clamp<int64_t>(rows, 1, room);
       const double ratio = uneven_ratio(cols, size, warps, together);
       if (ratio <= best_ratio) continue;
@@ -416,30 +448,6 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
-// Columns that stream on a multiprocessor, at its best.
-struct StreamColumns {
-  int64_t of_blocks;  // in rows that take more than a warp
-  int64_t of_warps;   // in rows of a warp or a part of one
-};
-
-// Beside a float32 dy a column takes half as much again in the ring: 65536 x 1024 bfloat16, with
-// eight rows in a block, took 147 us on an H200, with seven 143.6 us, with six 134.6 us, with five
-// 165 us.
-//
-// An H100, whose memory is slower, is slower still if as much is asked of it. Of an elementwise sum
-// there, as on an H200 and so: bfloat16 1024 columns .91 and .97, 1600 .90 and .97, 2560 .93 and
-// .98, 5120 .94 and .975, 2047 .915 and .96, in rows of a warp 192 .94 and .97, 384 .935 and .98,
-// 768 .94 and .98; beside a float32 dy 1024 .93 and .96; float32 1024 .93 and .99, 4096 .93 and
-// .95, 512 .95 and .99, 320 .95 and .98.
-StreamColumns stream_columns(DType x_dtype, bool wide_dy, const DeviceProperties& device) {
-  const bool slow = has_slow_memory(device);
-  if (size_in_bytes(x_dtype) != 2) {
-    return slow ? StreamColumns{3072, 2560} : StreamColumns{4096, 3500};
-  }
-  if (wide_dy) return slow ? StreamColumns{4608, 3800} : StreamColumns{6144, 5400};
-  return slow ? StreamColumns{6144, 5200} : StreamColumns{8192, 6600};
-}
-
 // Warps of a block whose rows take a warp or a part of one: rather an odd number, as of blocks. Of
 // an elementwise sum on an H200: bfloat16 64 columns in 12 warps .914, in 13 .933, in 14 .923, in
 // 16 .913; 192 in eight .915, in nine .945, in ten .94, 320 in ten .938, in 11 .945, in 12 .941,
@@ -486,10 +494,10 @@ int64_t block_rows(const BackwardPlan& plan, const BackwardProblem& problem,
                    const DeviceProperties& device) {
   const bool wide_dy = plan.vectorized && has_wide_dy(problem);
   const int64_t best = stream_columns(problem.x_dtype, wide_dy, device).of_blocks;
-  const int64_t most = size_in_bytes(problem.x_dtype) == 2 ? best + 8 : best * 21 / 20;
-  if (!plan.vectorized) return (most + problem.cols / 2) / problem.cols;
-  const int64_t rows = most / problem.cols;
   const bool is_float = size_in_bytes(problem.x_dtype) != 2;
+  const int64_t most = is_float ? best * 21 / 20 : best + 8;
+  if (!plan.vectorized) return unaligned_rows(problem.cols, is_float ? most : best);
+  const int64_t rows = most / problem.cols;
   const int64_t least = is_float && !has_slow_memory(device) ? 95 : 72;  // percent
   return 100 * rows * problem.cols >= least * best ? rows : rows + 1;
 }
