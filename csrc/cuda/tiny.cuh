@@ -144,11 +144,11 @@ struct TinyTile {
     const int before = offset_of(tensor, dense) / kSize;
     const X* const source = tensor + first * row_stride;
     const int elements = before + kTileRows * cols;
-    // Rows that there are, this tile's and perhaps one more.
-    const auto there = static_cast<unsigned>(min(rows - first, int64_t{kTileRows + 1}));
-    const int whole = !dense               ? 0
-                      : there <= kTileRows ? (before + static_cast<int>(there) * cols) / kColumns
-                                           : (elements + kColumns - 1) / kColumns;
+    // Rows that there are: this tile's, and behind them as many as can lie in its last granule.
+    const auto there = static_cast<unsigned>(min(rows - first, int64_t{kTileRows + kColumns}));
+    const int whole = dense ? min((elements + kColumns - 1) / kColumns,
+                                  (before + static_cast<int>(there) * cols) / kColumns)
+                            : 0;
 #pragma unroll
     for (int k = 0; k < (kGranules + kWarpSize - 1) / kWarpSize; ++k) {
       const int i = k * kWarpSize + lane;
