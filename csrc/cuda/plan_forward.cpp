@@ -23,9 +23,12 @@ int64_t most_forward_threads(const DeviceProperties& device) {
   return threads;
 }
 
-bool is_vectorized(const ForwardProblem& problem) {
-  return problem.aligned && problem.cols % chunk_columns(problem.x_dtype) == 0;
+// Whether rows end within a chunk, and so are never aligned.
+bool is_uneven(const ForwardProblem& problem) {
+  return problem.cols % chunk_columns(problem.x_dtype) != 0;
 }
+
+bool is_vectorized(const ForwardProblem& problem) { return problem.aligned && !is_uneven(problem); }
 
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
   switch (kernel) {
@@ -100,7 +103,7 @@ int register_chunks(int64_t chunks, const ForwardProblem& problem) {
   };
   if (takes(1, 5) || takes(2, 5)) return 5;
   if (takes(1, 6)) return 6;
-  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const bool uneven = is_uneven(problem);
   const bool has_seven = problem.one_dtype && problem.y_as_x && size_in_bytes(problem.x_dtype) == 2;
   const bool leaves_idle = uneven || chunks <= kWarpSize * 13;  // lanes of four warps
   return has_seven && (takes(1, 7) || (takes(2, 7) && leaves_idle)) ? 7 : kRegisterChunks;
@@ -127,7 +130,7 @@ bool chunks_fill_warps(const ForwardProblem& problem) {
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
-  const bool uneven = problem.cols % chunk_columns(problem.x_dtype) != 0;
+  const bool uneven = is_uneven(problem);
   const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
   // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7
   // .99 and .97, 9 .78 and .97, 10 .83 and .96, 13 .93 and .95, 17 .71 and .96, 25 .89 and .99, 31
@@ -147,7 +150,7 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
 // are compiled where all tensors have one dtype.
 bool has_any_chunks(const ForwardProblem& problem) {
   return problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
-         problem.cols % chunk_columns(problem.x_dtype) == 0;
+         !is_uneven(problem);
 }
 
 // Rows that one warp holds: there are kernels for whole chunks of 16-bit elements that ask for
@@ -198,7 +201,7 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
   const int64_t least = ceil_div(chunks, most);
   const bool may_be_odd = least == 3 || (least == 5 && is_16_bit);
   const int most_threads = is_16_bit ? 480 : 416;
-  if (!request.cluster_size && problem.cols % chunk_columns(problem.x_dtype) != 0 && may_be_odd &&
+  if (!request.cluster_size && is_uneven(problem) && may_be_odd &&
       forward_threads(ceil_div(chunks, least), kForwardChunks) <= most_threads) {
     return static_cast<int>(least);
   }
@@ -225,7 +228,7 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
 // one, where that is enough. The columns behind the last whole chunk take no thread of their own.
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
-  const bool uneven = problem.cols % columns != 0;
+  const bool uneven = is_uneven(problem);
   const bool in_warp = plan.vectorized && has_warp_rows(problem, chunks);
   const bool three = in_warp && chunks <= 3 * kWarpSize;
   const int in_lane = three ? 3 : register_chunks(chunks, problem);
@@ -259,7 +262,7 @@ bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties
   const int64_t columns = chunk_columns(problem.x_dtype);
   ForwardPlan rows;
   shape_rows(rows, problem, columns);
-  const bool uneven = problem.cols % columns != 0;
+  const bool uneven = is_uneven(problem);
   const bool same_order =
       !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
   const bool is_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
@@ -268,7 +271,6 @@ bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties
          problem.rows >= (is_fast ? kRounds : kUnevenRounds) * device.sm_count;
 }
 
-// `uneven`: rows end within a chunk, and so are never aligned.
 Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool uneven,
                              const DeviceProperties& device, const PlanRequest& request) {
   if (request.kernel && forward_runs(*request.kernel, chunks, uneven, device)) {
@@ -408,7 +410,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
                          const PlanRequest& request) {
   const int64_t columns = chunk_columns(problem.x_dtype);
   const int64_t chunks = std::max<int64_t>(1, ceil_div(problem.cols, columns));
-  const bool uneven = problem.cols % columns != 0;
+  const bool uneven = is_uneven(problem);
   ForwardPlan plan;
   plan.sm_count = device.sm_count;
   plan.overlap_launches = device.compute_capability >= 90;

@@ -180,11 +180,10 @@ int64_t unaligned_rows(int64_t cols, int64_t columns) {
 
 // The shape of 16-bit rows that end within a chunk, and take more than a warp: by the blocks and
 // warps that promise most. Of an elementwise sum, before (by a block, or the smallest cluster that
-// leaves few threads idle, without columns behind chunks) and so, bfloat16, on 92 multiprocessors
-// of an H100 and on all: 1025 columns .79, .82 and .84, .92; 4097 .65, .865 and .83, .905; 8705
-// .645, .86 and .79, .88; 10001 .72, .885 and .82, .885; 12289 .68, .885 and .78, .89; 16385 .71,
-// .835 and .80, .88; 32769 .56, .82 and .65, .91; 50257 .54, .815 and .59, .835. Beside a float32
-// dy lanes have no columns behind their chunks.
+// leaves few threads idle, without columns behind chunks) and so, bfloat16 on an H100: 1025 columns
+// .82 and .94, 4097 .865 and .91, 8705 .86 and .905, 10001 .885 and .90, 12289 .885 and .905, 16385
+// .835 and .895, 32769 .82 and .905, 50257 .815 and .855. Beside a float32 dy lanes have no columns
+// behind their chunks.
 std::optional<RingShape> uneven_shape(int64_t cols, bool wide_dy, const DeviceProperties& device) {
   std::optional<RingShape> best;
   double best_ratio = 0;
@@ -368,9 +367,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // long ones, and others in warps with few idle lanes. Of an elementwise sum, 134 MB on an H200, in
 // the ring and by column: bfloat16 551 columns .51 and .66, 1023 .84 and .83, 1317 .74 and .79,
 // 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80; float32 1023 .91 and .90,
-// 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88. With columns behind chunks, on 92
-// multiprocessors of an H100 (see uneven_ratio): 1025 .84 and .79, 2049 .84 and .83, 2601 .82 and
-// .785, 3073 .78 and .83, 3601 .825 and .83.
+// 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88. With columns behind chunks:
+// 1025 .83 and .77, 2049 .83 and .82, 2601 .81 and .78, 3001 .84 and .80, 3601 .81 and .80.
 //
 // On an H200 those of a block of 13 warps, or of 12 with columns behind chunks, are better by
 // column (6145 .74 and .80; 6001 .79 and .79, 7001 .80 and .79), and rows that take clusters of 16
@@ -463,7 +461,7 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
 int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem,
                         const DeviceProperties& device) {
   constexpr int64_t kFloatWarps = 11;
-  const int64_t least = 5;
+  constexpr int64_t kLeast = 5;
   const int64_t most = size_in_bytes(problem.x_dtype) != 2 ? kFloatWarps
                        : plan.chunks_per_thread == kMostLaneChunks && !plan.packed
                            ? kWideLaneWarps
@@ -474,9 +472,9 @@ int64_t short_row_warps(const BackwardPlan& plan, const BackwardProblem& problem
   if (odd_chunks && !has_slow_memory(device)) {
     constexpr int64_t kMoreColumns = 600;
     const int64_t pairs = (wanted + kMoreColumns + columns) / (2 * columns);
-    return std::clamp(2 * pairs, least, most);
+    return std::clamp(2 * pairs, kLeast, most);
   }
-  const int64_t warps = std::clamp((wanted + columns / 2) / columns, least, most);
+  const int64_t warps = std::clamp((wanted + columns / 2) / columns, kLeast, most);
   return std::min(warps | 1, most);
 }
 
