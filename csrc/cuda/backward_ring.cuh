@@ -184,7 +184,14 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int teams = kShort ? p.teams : 1;
   const int pitch = kWarpSize / teams;  // lanes from one team to the next
   const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
-  const int lane = kShort ? threadIdx.x % kWarpSize - team * pitch : threadIdx.x % kWarpSize;
+  // Which lane it is, and how long its warp's run, ptxas would work out anew wherever it is needed,
+  // from threadIdx.x, for which it waits. What does not follow from that stays in registers: of
+  // rows that are not aligned 4096 x 50257 bfloat16 took 572 us so, 521 us since, on 92
+  // multiprocessors of an H100, 65536 x 2049 311 us and 296 us.
+  constexpr bool kStays = !kVectorized && !kShort;
+  const int lane = kShort   ? threadIdx.x % kWarpSize - team * pitch
+                   : kStays ? lane_index()
+                            : threadIdx.x % kWarpSize;
   // A lane between two teams or behind the last one: as if its rows were beyond the last one.
   const bool idle = kShort && (lane >= lanes || team >= teams);
   const int group = kShort ? warp : warp / p.warps;
@@ -196,8 +203,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int run_columns = kTail ? p.run_columns : kWarpColumns;
   const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * run_columns;
   const int left = static_cast<int>(p.cols) - begin;
-  const int run = min(left, lanes * kChunks * kColumns);
+  int run = min(left, lanes * kChunks * kColumns);
   const int behind = kTail ? min(left, run_columns) - run : 0;  // columns behind it, one to a lane
+  int behind_from_here = behind - lane;  // of those, this lane's and the next ones'
+  if constexpr (kStays) asm volatile("" : "+r"(run));
+  if constexpr (kTail) asm volatile("" : "+r"(behind_from_here));
+  const bool has_tail = behind_from_here > 0;
   // Columns from this lane's chunk k on, unclamped (see Share::left).
   const auto left_of = [&](int k) { return run - (lane + k * lanes) * kColumns; };
 
@@ -307,7 +318,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       uint64_t* const words = p.exchange + unit * (2 * kGridExchanges * cluster_size);
       return Exchange(storage, words, cluster_size, rank, row_warp);
     } else {
-      return Exchange(storage, p.warps, cluster_size, group, row_warp);
+      return Exchange(storage, p.warps, cluster_size, group, row_warp, lane);
     }
   }();
   if constexpr (kSpan == RingSpan::kCluster) cluster_arrive();
@@ -358,7 +369,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // as far into a granule as these say.
   [[maybe_unused]] const int tail_place = kWarpColumns * kSize - lane * (kChunkBytes - kSize);
   [[maybe_unused]] unsigned tail_x_low = x_low, tail_dy_low = dy_low;
-  if (kTail && lane < behind) {
+  if (kTail && has_tail) {
     tail.weight = load_weight<X>(p.weight, p.weight_dtype, begin + kWarpColumns + lane);
   }
   // kGrid: leaves a row of partial sums, and begins another.
@@ -392,7 +403,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
 
   // Chunks of an unaligned run that are shifted together: two, where there are registers for them.
   constexpr int kTogether = kChunks % 2 == 0 && (kDySize == 2 || kSpan == RingSpan::kBlock) ? 2 : 1;
-  const bool cut = left_of(kChunks - 1) < kColumns;
+  const bool cut = kStays ? run < kWarpColumns : left_of(kChunks - 1) < kColumns;
 
   int64_t row = first;
   const auto load_x = [&](unsigned slot, int k) {
@@ -451,7 +462,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         }
       };
       float tail_x = 0, tail_dy = 0;
-      if (kTail && lane < behind) {
+      if constexpr (kTail) {
         tail_x = load_element<X>(slot + tail_place + x_low % kChunkBytes);
         tail_dy = load_element<X>(slot + dy_place + tail_place + dy_low % kChunkBytes);
       }
@@ -462,7 +473,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
             return x_chunks.chunk(k % kTogether);
           },
           [&](int k) { return dy_chunks.chunk(k % kTogether); }, weight, mean);
-      if (kTail && lane < behind) sums.merge(tail.sums(tail_x, tail_dy, mean));
+      if (kTail && has_tail) sums.merge(tail.sums(tail_x, tail_dy, mean));
       x_low += static_cast<unsigned>(p.x_step);
       dy_low += static_cast<unsigned>(p.dy_step);
       return sums;
@@ -482,11 +493,10 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     // has no registers for the choice.)
     const int shifted = dx_low % kChunkBytes;
     const bool straight = kVectorized || (!kGrid && shifted == 0 && run % kColumns == 0);
-    if (kTail && lane < behind) {
-      const float tail_x = load_element<X>(slot + tail_place + tail_x_low % kChunkBytes);
-      const float tail_dy =
-          load_element<X>(slot + dy_place + tail_place + tail_dy_low % kChunkBytes);
-      *reinterpret_cast<X*>(dx + tail_place) = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
+    [[maybe_unused]] float tail_x, tail_dy;
+    if constexpr (kTail) {
+      tail_x = load_element<X>(slot + tail_place + tail_x_low % kChunkBytes);
+      tail_dy = load_element<X>(slot + dy_place + tail_place + tail_dy_low % kChunkBytes);
     }
     tail_x_low += static_cast<unsigned>(p.x_step);
     tail_dy_low += static_cast<unsigned>(p.dy_step);
@@ -514,6 +524,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         out.set_pair(i, values[0], values[1]);
       }
       if (k == 0) amid();
+      if (kTail && k == 0 && has_tail) {
+        *reinterpret_cast<X*>(dx + tail_place) = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
+      }
       if (straight) {
         if (active && left_of(k) > 0) {
           store_pack(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
@@ -607,7 +620,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     if (count > 0) {
       wait_copies<kFirstStages - 1>();
       const Sums<float> mine = sum_row(slot, mean, [] {});
-      exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy));
+      exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy, lane));
     }
 #pragma unroll 1
     for (int s = kFirstStages; s < kStages; ++s) copy_row(ring + s * kStageBytes);
@@ -641,12 +654,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         // post the next one's: 8192 x 16383 bfloat16 281 us on an H200 for 270 us.)
         const float fetched = exchange.fetch(i);
         sum_next([&] { sums = exchange.merge(fetched); });
-        const float half = sum_halves(mine.xhat_wdy, mine.wdy);
+        const float half = sum_halves(mine.xhat_wdy, mine.wdy, lane);
         if (kMayBrake && p.brakes) later_mean = keep(later_mean);
         finish_row(slot, mean, rstd, sums, [&] { post_next(half); });
       } else {
         sum_next([] {});
-        post_next(sum_halves(mine.xhat_wdy, mine.wdy));
+        post_next(sum_halves(mine.xhat_wdy, mine.wdy, lane));
         if constexpr (kGrid) {
           // Before row i is waited for, so that row i + 1 is on its way for a whole turn: 512 x
           // 262144 float32 took 565 us on an H200 when it was relayed afterwards, without this

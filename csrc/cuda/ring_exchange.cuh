@@ -25,16 +25,17 @@ class RingExchange {
 
   // All threads of the block must come here, and then meet at a barrier (of the cluster).
   __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size, int group,
-                                          int warp)
+                                          int warp, int lane)
       : slots_(keep(shared_address(&storage.slots[kCluster ? 0 : group]))),
         barriers_(keep(shared_address(&storage.barriers[kCluster ? 0 : group]))),
         warps_(warps),
         cluster_size_(cluster_size),
-        warp_(warp) {
+        warp_(warp),
+        lane_(lane) {
     float* const all = &storage.slots[0][0][0];
     constexpr int kAll = kGroups * kExchanges * 2 * kSlots;
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
-    if (warp == 0 && threadIdx.x % kWarpSize == 0) {
+    if (warp == 0 && lane == 0) {
       // Both halves of a warp arrive by themselves; in a cluster one thread does, for the bytes.
 #pragma unroll 1
       for (int i = 0; i < kExchanges; ++i) {
@@ -43,7 +44,6 @@ class RingExchange {
       publish_barriers();
     }
     if constexpr (kCluster) {
-      const int lane = threadIdx.x % kWarpSize;
       const int rank = cluster_rank() % cluster_size;
       const int target = cluster_rank() - rank + (lane < cluster_size ? lane : 0);
       remote_slot_ = remote_address(slots_ + (rank * warps + warp) * 2 * sizeof(float), target);
@@ -53,21 +53,20 @@ class RingExchange {
 
   // `mine`: from sum_halves.
   __device__ __forceinline__ void post(int row, float mine) {
-    const int lane = threadIdx.x % kWarpSize;
     const int turn = row % kExchanges;
     if constexpr (kCluster) {
-      if (threadIdx.x == 0) {
+      if (warp_ == 0 && lane_ == 0) {
         arrive_and_expect(barriers_ + turn * sizeof(uint64_t),
                           warps_ * cluster_size_ * 2 * static_cast<int>(sizeof(float)));
       }
       const Sums<float> both = both_halves(mine);
-      if (lane < cluster_size_) {
+      if (lane_ < cluster_size_) {
         store_async(remote_slot_ + turn * kTurnBytes, both.xhat_wdy, both.wdy,
                     remote_barrier_ + turn * sizeof(uint64_t));
       }
-    } else if (lane % (kWarpSize / 2) == 0) {
+    } else if (lane_ % (kWarpSize / 2) == 0) {
       const unsigned slot =
-          slots_ + turn * kTurnBytes + (lane / (kWarpSize / 2) * kSlots + warp_) * sizeof(float);
+          slots_ + turn * kTurnBytes + (lane_ / (kWarpSize / 2) * kSlots + warp_) * sizeof(float);
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(mine) : "memory");
       arrive(barriers_ + turn * sizeof(uint64_t));
     }
@@ -75,17 +74,16 @@ class RingExchange {
 
   // What this lane adds to the sums of a row that all its warps have posted: for merge.
   __device__ __forceinline__ auto fetch(int row) const {
-    const int lane = threadIdx.x % kWarpSize;
     const int turn = row % kExchanges;
     wait_barrier<kCluster>(barriers_ + turn * sizeof(uint64_t), row / kExchanges % 2);
     const unsigned slots = slots_ + turn * kTurnBytes;
     if constexpr (kCluster) {
-      return sum_cluster_pairs(slots, warps_ * cluster_size_);
+      return sum_cluster_pairs(slots, warps_ * cluster_size_, lane_);
     } else {
       float mine;  // slots of warps that do not exist are zero
       asm volatile("ld.shared.f32 %0, [%1];"
                    : "=f"(mine)
-                   : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
+                   : "r"(slots + lane_ * static_cast<unsigned>(sizeof(float)))
                    : "memory");
       return mine;
     }
@@ -95,14 +93,14 @@ class RingExchange {
   static __device__ __forceinline__ Sums<float> merge(float fetched) {
     return sum_row_warps(fetched);
   }
-  static __device__ __forceinline__ Sums<float> merge(const Sums<float>& fetched) {
-    return sum_row_lanes(fetched, kWarpSize);
+  __device__ __forceinline__ Sums<float> merge(const Sums<float>& fetched) const {
+    return both_halves(sum_halves(fetched.xhat_wdy, fetched.wdy, lane_));
   }
 
  private:
   static constexpr unsigned kTurnBytes = 2 * kSlots * sizeof(float);
   unsigned slots_, barriers_;
-  int warps_, cluster_size_, warp_;
+  int warps_, cluster_size_, warp_, lane_;
   unsigned remote_slot_ = 0, remote_barrier_ = 0;
 };
 
@@ -193,7 +191,7 @@ template <>
 class RingExchange<RingSpan::kWarp> {
  public:
   struct Storage {};
-  __device__ __forceinline__ RingExchange(Storage&, int, int, int, int) {}
+  __device__ __forceinline__ RingExchange(Storage&, int, int, int, int, int) {}
 };
 
 }  // namespace fastnorm::cuda

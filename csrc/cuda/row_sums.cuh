@@ -144,8 +144,8 @@ struct TailColumn {
 
 // The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
 // one, in the upper half the other. Half the shuffles of two separate sums.
-__device__ __forceinline__ float sum_halves(float first, float second) {
-  const bool upper = threadIdx.x % kWarpSize >= kWarpSize / 2;
+__device__ __forceinline__ float sum_halves(float first, float second, int lane) {
+  const bool upper = lane >= kWarpSize / 2;
   float mine = upper ? second : first;
   mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
 #pragma unroll
@@ -153,6 +153,10 @@ __device__ __forceinline__ float sum_halves(float first, float second) {
     mine += __shfl_xor_sync(kAllLanes, mine, offset);
   }
   return mine;
+}
+
+__device__ __forceinline__ float sum_halves(float first, float second) {
+  return sum_halves(first, second, static_cast<int>(threadIdx.x) % kWarpSize);
 }
 
 __device__ __forceinline__ Sums<float> both_halves(float mine) {
@@ -201,9 +205,9 @@ __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
 
 // A lane's share of the sums over all warps of a cluster, from the pairs that they have left in
 // shared memory.
-__device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int warps) {
+__device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int warps, int lane) {
   Sums<float> sums;
-  for (int i = threadIdx.x % kWarpSize; i < warps; i += kWarpSize) {
+  for (int i = lane; i < warps; i += kWarpSize) {
     Sums<float> other;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                  : "=f"(other.xhat_wdy), "=f"(other.wdy)
@@ -215,7 +219,7 @@ __device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int war
 }
 
 __device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
-  return sum_row_lanes(sum_cluster_pairs(pairs, warps), kWarpSize);
+  return sum_row_lanes(sum_cluster_pairs(pairs, warps, lane_index()), kWarpSize);
 }
 
 }  // namespace fastnorm::cuda
