@@ -152,6 +152,37 @@ def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
             assert result.equal(torch.cat(each)), offset
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [601, 1023, 1024, 1279, 1535, 1791, 2601, 4095, 8191, 20_001])
+def test_weight_and_bias_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
+    """Between NaNs, both of them or one; or missing, which is as good as ones and zeros."""
+    x, _, weight, bias = _arguments(37, cols, dtype)
+
+    def moved(parameter: Tensor) -> Tensor:
+        memory = parameter.new_full((cols + 2,), float("nan"))
+        return memory[1:-1].copy_(parameter)
+
+    def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        return ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+
+    ones, zeros = torch.ones_like(weight), torch.zeros_like(bias)
+    for each in (x, _narrowed(x)):
+        for expected, *others in (
+            (
+                (weight, bias),
+                (moved(weight), bias),
+                (weight, moved(bias)),
+                map(moved, (weight, bias)),
+            ),
+            ((ones, bias), (None, bias), (None, moved(bias))),
+            ((weight, zeros), (weight, None), (moved(weight), None)),
+        ):
+            results = forward(each, *expected)
+            for other in others:
+                for result, like in zip(forward(each, *other), results, strict=True):
+                    assert result.equal(like)
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8])
 def test_the_forward_ring_sums_as_clusters_do(

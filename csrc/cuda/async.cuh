@@ -174,7 +174,11 @@ __device__ __forceinline__ void arrive_and_expect(unsigned barrier, int bytes) {
 #endif
 }
 
-// Waits for the end of the barrier's phase of this parity. kCluster: other blocks store here.
+// Waits for the end of the barrier's phase of this parity. kCluster: other blocks store here. What
+// they store is in shared memory, but an acquire at the scope of the cluster waits for all loads
+// under way and empties the L1 cache (CCTL.IVALL). That is a brake, and one that the rings need: by
+// a fence for shared memory alone, which is no instruction, 8192 x 16384 bfloat16 took 306 us
+// backward on an H100 instead of 282 us, 4096 x 50257 533 us instead of 461 us.
 template <bool kCluster>
 __device__ __forceinline__ void wait_barrier(unsigned barrier, int parity) {
 #if __CUDA_ARCH__ >= 900

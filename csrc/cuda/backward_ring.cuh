@@ -159,7 +159,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       kRingGranules<X, kSpan, kVectorized, kChunks, DY, kTail> * kChunkBytes;
   constexpr unsigned kStageBytes = kXBytes + kDyBytes;
   using Chunk = Pack<X, kColumns>;
-  using Exchange = RingExchange<kSpan>;
+  // kStays: which lane it is, and how long its warp's run, ptxas would work out anew wherever it is
+  // needed, from threadIdx.x, for which it waits. What does not follow from that stays in
+  // registers: of rows that are not aligned 4096 x 50257 bfloat16 took 572 us so, 521 us since, on
+  // 92 multiprocessors of an H100, 65536 x 2049 311 us and 296 us. (Of float32 that spills.)
+  constexpr bool kStays = kIs16Bit<X> && !kVectorized && !kShort;
+  using Exchange = RingExchange<kSpan, kStays>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
   __shared__ typename Exchange::Storage storage;
 
@@ -184,11 +189,6 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int teams = kShort ? p.teams : 1;
   const int pitch = kWarpSize / teams;  // lanes from one team to the next
   const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
-  // Which lane it is, and how long its warp's run, ptxas would work out anew wherever it is needed,
-  // from threadIdx.x, for which it waits. What does not follow from that stays in registers: of
-  // rows that are not aligned 4096 x 50257 bfloat16 took 572 us so, 521 us since, on 92
-  // multiprocessors of an H100, 65536 x 2049 311 us and 296 us.
-  constexpr bool kStays = !kVectorized && !kShort;
   const int lane = kShort   ? threadIdx.x % kWarpSize - team * pitch
                    : kStays ? lane_index()
                             : threadIdx.x % kWarpSize;
@@ -480,6 +480,10 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
   };
 
+  const auto sum_mine = [&](const Sums<float>& mine) {
+    return kStays ? sum_halves(mine.xhat_wdy, mine.wdy, lane) : sum_halves(mine.xhat_wdy, mine.wdy);
+  };
+
   char* dx = reinterpret_cast<char*>(p.dx + first * p.cols + begin);
   unsigned dx_low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(dx));
   dx += lane * kChunkBytes;
@@ -620,7 +624,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     if (count > 0) {
       wait_copies<kFirstStages - 1>();
       const Sums<float> mine = sum_row(slot, mean, [] {});
-      exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy, lane));
+      exchange.post(0, sum_mine(mine));
     }
 #pragma unroll 1
     for (int s = kFirstStages; s < kStages; ++s) copy_row(ring + s * kStageBytes);
@@ -654,12 +658,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         // post the next one's: 8192 x 16383 bfloat16 281 us on an H200 for 270 us.)
         const float fetched = exchange.fetch(i);
         sum_next([&] { sums = exchange.merge(fetched); });
-        const float half = sum_halves(mine.xhat_wdy, mine.wdy, lane);
+        const float half = sum_mine(mine);
         if (kMayBrake && p.brakes) later_mean = keep(later_mean);
         finish_row(slot, mean, rstd, sums, [&] { post_next(half); });
       } else {
         sum_next([] {});
-        post_next(sum_halves(mine.xhat_wdy, mine.wdy, lane));
+        post_next(sum_mine(mine));
         if constexpr (kGrid) {
           // Before row i is waited for, so that row i + 1 is on its way for a whole turn: 512 x
           // 262144 float32 took 565 us on an H200 when it was relayed afterwards, without this

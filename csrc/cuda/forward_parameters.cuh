@@ -21,6 +21,7 @@ struct ForwardParameters {
   A eps;
   A inverse_cols;
   int segments;  // of a row, of kSplit
+  bool plain;    // weight and bias are there, and aligned
   const X* x;
   const X* x_end;  // of the last row
   int64_t x_row_stride;

@@ -65,6 +65,19 @@ __device__ __forceinline__ Granule load_if(const void* source, bool exists) {
   return granule;
 }
 
+// The same of a pack of whole granules.
+template <class T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> load_pack_if(const T* source, bool exists) {
+  Pack<T, kCount> pack;
+#pragma unroll
+  for (int g = 0; g < static_cast<int>(sizeof(pack)) / kChunkBytes; ++g) {
+    const Granule granule = load_if(reinterpret_cast<const uint4*>(source) + g, exists);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pack.set_bits32(4 * g + j, granule.words[j]);
+  }
+  return pack;
+}
+
 // Reads the first `count` of a warp's kChunks * 32 chunks, which begin at column `begin` of a row,
 // a whole number of chunks. Whole granules, and so perhaps bytes around the row, but none from
 // `end` on, where the tensor's memory ends. (The offset of a row's first column is that of all its

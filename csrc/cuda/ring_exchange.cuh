@@ -9,8 +9,9 @@ namespace fastnorm::cuda {
 
 constexpr int kExchanges = 4;  // rows whose sums may be on their way at once
 
-// The exchange of a row's sums between the warps that hold it.
-template <RingSpan kSpan>
+// The exchange of a row's sums between the warps that hold it. kKeepsLane: the lane that is given
+// stays in a register; else it is worked out from threadIdx.x whenever it is needed.
+template <RingSpan kSpan, bool kKeepsLane = false>
 class RingExchange {
  public:
   static constexpr bool kCluster = kSpan == RingSpan::kCluster;
@@ -25,7 +26,7 @@ class RingExchange {
 
   // All threads of the block must come here, and then meet at a barrier (of the cluster).
   __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size, int group,
-                                          int warp, int lane)
+                                          int warp, int lane = 0)
       : slots_(keep(shared_address(&storage.slots[kCluster ? 0 : group]))),
         barriers_(keep(shared_address(&storage.barriers[kCluster ? 0 : group]))),
         warps_(warps),
@@ -35,7 +36,7 @@ class RingExchange {
     float* const all = &storage.slots[0][0][0];
     constexpr int kAll = kGroups * kExchanges * 2 * kSlots;
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
-    if (warp == 0 && lane == 0) {
+    if (warp == 0 && threadIdx.x % kWarpSize == 0) {
       // Both halves of a warp arrive by themselves; in a cluster one thread does, for the bytes.
 #pragma unroll 1
       for (int i = 0; i < kExchanges; ++i) {
@@ -44,8 +45,9 @@ class RingExchange {
       publish_barriers();
     }
     if constexpr (kCluster) {
+      const int own = threadIdx.x % kWarpSize;
       const int rank = cluster_rank() % cluster_size;
-      const int target = cluster_rank() - rank + (lane < cluster_size ? lane : 0);
+      const int target = cluster_rank() - rank + (own < cluster_size ? own : 0);
       remote_slot_ = remote_address(slots_ + (rank * warps + warp) * 2 * sizeof(float), target);
       remote_barrier_ = remote_address(barriers_, target);
     }
@@ -53,20 +55,21 @@ class RingExchange {
 
   // `mine`: from sum_halves.
   __device__ __forceinline__ void post(int row, float mine) {
+    const int lane = this->lane();
     const int turn = row % kExchanges;
     if constexpr (kCluster) {
-      if (warp_ == 0 && lane_ == 0) {
+      if (kKeepsLane ? warp_ == 0 && lane == 0 : threadIdx.x == 0) {
         arrive_and_expect(barriers_ + turn * sizeof(uint64_t),
                           warps_ * cluster_size_ * 2 * static_cast<int>(sizeof(float)));
       }
       const Sums<float> both = both_halves(mine);
-      if (lane_ < cluster_size_) {
+      if (lane < cluster_size_) {
         store_async(remote_slot_ + turn * kTurnBytes, both.xhat_wdy, both.wdy,
                     remote_barrier_ + turn * sizeof(uint64_t));
       }
-    } else if (lane_ % (kWarpSize / 2) == 0) {
+    } else if (lane % (kWarpSize / 2) == 0) {
       const unsigned slot =
-          slots_ + turn * kTurnBytes + (lane_ / (kWarpSize / 2) * kSlots + warp_) * sizeof(float);
+          slots_ + turn * kTurnBytes + (lane / (kWarpSize / 2) * kSlots + warp_) * sizeof(float);
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(mine) : "memory");
       arrive(barriers_ + turn * sizeof(uint64_t));
     }
@@ -74,16 +77,17 @@ class RingExchange {
 
   // What this lane adds to the sums of a row that all its warps have posted: for merge.
   __device__ __forceinline__ auto fetch(int row) const {
+    const int lane = this->lane();
     const int turn = row % kExchanges;
     wait_barrier<kCluster>(barriers_ + turn * sizeof(uint64_t), row / kExchanges % 2);
     const unsigned slots = slots_ + turn * kTurnBytes;
     if constexpr (kCluster) {
-      return sum_cluster_pairs(slots, warps_ * cluster_size_, lane_);
+      return sum_cluster_pairs(slots, warps_ * cluster_size_, lane);
     } else {
       float mine;  // slots of warps that do not exist are zero
       asm volatile("ld.shared.f32 %0, [%1];"
                    : "=f"(mine)
-                   : "r"(slots + lane_ * static_cast<unsigned>(sizeof(float)))
+                   : "r"(slots + lane * static_cast<unsigned>(sizeof(float)))
                    : "memory");
       return mine;
     }
@@ -94,10 +98,15 @@ class RingExchange {
     return sum_row_warps(fetched);
   }
   __device__ __forceinline__ Sums<float> merge(const Sums<float>& fetched) const {
-    return both_halves(sum_halves(fetched.xhat_wdy, fetched.wdy, lane_));
+    if constexpr (kKeepsLane) return both_halves(sum_halves(fetched.xhat_wdy, fetched.wdy, lane_));
+    return sum_row_lanes(fetched, kWarpSize);
   }
 
  private:
+  __device__ __forceinline__ int lane() const {
+    return kKeepsLane ? lane_ : threadIdx.x % kWarpSize;
+  }
+
   static constexpr unsigned kTurnBytes = 2 * kSlots * sizeof(float);
   unsigned slots_, barriers_;
   int warps_, cluster_size_, warp_, lane_;
@@ -106,8 +115,8 @@ class RingExchange {
 
 // Between blocks of a grid that runs as a whole, by way of device memory (see tagged.cuh). All
 // warps add in the same order.
-template <>
-class RingExchange<RingSpan::kGrid> {
+template <bool kKeepsLane>
+class RingExchange<RingSpan::kGrid, kKeepsLane> {
  public:
   struct Storage {
     float warps[2][2 * kRingRowWarps];    // of two rows: first sums of each warp, then second
@@ -144,23 +153,22 @@ class RingExchange<RingSpan::kGrid> {
   __device__ __forceinline__ void relay(int row) const {
     if (warp_ > 0) return;
     const int lane = threadIdx.x % kWarpSize;
-    const Sums<float> block = sum_row_warps(storage_.warps[row % 2][lane]);
-    if (lane < 2) {
-      store_tagged(words_of(row) + 2 * storage_.rank + lane, lane == 0 ? block.xhat_wdy : block.wdy,
-                   row + 1);
+    const float block = sum_row_warp_halves(storage_.warps[row % 2][lane]);
+    if (lane % (kWarpSize / 2) == 0) {
+      store_tagged(words_of(row) + 2 * storage_.rank + lane / (kWarpSize / 2), block, row + 1);
     }
   }
 
   // The first word that this thread waits for in collect, as it is now.
   __device__ __forceinline__ uint64_t look(int row) const {
-    return threadIdx.x < sums_ ? load_tagged(words_of(row) + threadIdx.x) : 0;
+    return waiter() < sums_ ? load_tagged(words_of(row) + waiter()) : 0;
   }
 
   // The sums of a row that all its blocks relay; also a barrier of the block. `word`: from look.
   __device__ __forceinline__ Sums<float> collect(int row, uint64_t word) const {
     float* const sums = storage_.blocks[row % 2];
 #pragma unroll 1
-    for (int i = threadIdx.x; i < sums_; i += blockDim.x) {
+    for (int i = waiter(); i < sums_; i += blockDim.x) {
       sums[i] = wait_tagged(words_of(row) + i, word, row + 1);
       word = 0;
     }
@@ -181,17 +189,22 @@ class RingExchange<RingSpan::kGrid> {
   Storage& storage_;
   const int sums_, warp_;
 
+  // The last warps wait, for the first one relays meanwhile.
+  static __device__ __forceinline__ int waiter() {
+    return static_cast<int>(blockDim.x - 1 - threadIdx.x);
+  }
+
   __device__ __forceinline__ uint64_t* words_of(int row) const {
     return storage_.words + row % kGridExchanges * sums_;
   }
 };
 
 // Within a warp there is nothing to exchange.
-template <>
-class RingExchange<RingSpan::kWarp> {
+template <bool kKeepsLane>
+class RingExchange<RingSpan::kWarp, kKeepsLane> {
  public:
   struct Storage {};
-  __device__ __forceinline__ RingExchange(Storage&, int, int, int, int, int) {}
+  __device__ __forceinline__ RingExchange(Storage&, int, int, int, int, int = 0) {}
 };
 
 }  // namespace fastnorm::cuda

@@ -156,7 +156,7 @@ __device__ __forceinline__ float sum_halves(float first, float second, int lane)
 }
 
 __device__ __forceinline__ float sum_halves(float first, float second) {
-  return sum_halves(first, second, static_cast<int>(threadIdx.x) % kWarpSize);
+  return sum_halves(first, second, threadIdx.x % kWarpSize);
 }
 
 __device__ __forceinline__ Sums<float> both_halves(float mine) {
@@ -193,14 +193,18 @@ __device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes
   return sums;
 }
 
-// The sums over the warps of a row in one block. `mine`: lane l has the first sum of warp l, lane
-// l + 16 the second; zero for warps that do not exist.
-__device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
+// The sums over the warps of a row in one block, each in one half of the lanes. `mine`: lane l has
+// the first sum of warp l, lane l + 16 the second; zero for warps that do not exist.
+__device__ __forceinline__ float sum_row_warp_halves(float mine) {
 #pragma unroll
   for (int offset = kRingRowWarps / 2; offset > 0; offset /= 2) {
     mine += __shfl_xor_sync(kAllLanes, mine, offset);
   }
-  return both_halves(mine);
+  return mine;
+}
+
+__device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
+  return both_halves(sum_row_warp_halves(mine));
 }
 
 // A lane's share of the sums over all warps of a cluster, from the pairs that they have left in
@@ -219,7 +223,7 @@ __device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int war
 }
 
 __device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
-  return sum_row_lanes(sum_cluster_pairs(pairs, warps, lane_index()), kWarpSize);
+  return sum_row_lanes(sum_cluster_pairs(pairs, warps, threadIdx.x % kWarpSize), kWarpSize);
 }
 
 }  // namespace fastnorm::cuda

@@ -116,19 +116,37 @@ class RowTile {
     return merge_warp(thread, total, inverse_total);
   }
 
-  // Writes y. A missing weight is one and a missing bias zero.
+  // Writes y. A missing weight is one and a missing bias zero. `plain`: neither is missing, and
+  // their chunks can be read as such.
   template <class W>
-  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias) {
+  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias,
+                                        bool known_plain) {
     if constexpr (kRegisterUse == RegisterUse::kLow) {
 #pragma unroll
       for (auto& chunk : registers_) forget_unpacked(chunk);
+    }
+    if constexpr (!kVectorized && kRegisterUse == RegisterUse::kHigh) {
+      if (known_plain) {
+        const W* const weights = weight + span_.column(0);
+        const W* const biases = bias + span_.column(0);
+        write(
+            row, mean, rstd,
+            [&](int k, bool exists) {
+              constexpr int kStep = kWarpSize * kColumns;
+              return Affine<W>{load_pack_if<W, kColumns>(weights + k * kStep, exists),
+                               load_pack_if<W, kColumns>(biases + k * kStep, exists)};
+            },
+            weight, bias);
+        return;
+      }
     }
     const bool plain = weight != nullptr && bias != nullptr &&
                        (kVectorized || (is_aligned(weight) && is_aligned(bias)));
     if (plain) {
       write(
           row, mean, rstd,
-          [&](int column, bool exists) {
+          [&](int k, bool exists) {
+            const int column = span_.column(k);
             return Affine<W>{load_wide<W, kColumns>(weight + column, exists),
                              load_wide<W, kColumns>(bias + column, exists)};
           },
@@ -136,7 +154,8 @@ class RowTile {
     } else {
       write(
           row, mean, rstd,
-          [&](int column, bool exists) {
+          [&](int k, bool exists) {
+            const int column = span_.column(k);
             return Affine<W>{load_parameter(weight, column, exists, A(1)),
                              load_parameter(bias, column, exists, A(0))};
           },
@@ -202,12 +221,12 @@ class RowTile {
     return load_unaligned<W, kColumns>(parameters + column, exists ? kColumns : 0);
   }
 
-  // `affine` loads weight and bias of the chunk at a column, if it exists.
+  // `affine` loads weight and bias of chunk k, if it exists.
   template <class W, class Load>
   __device__ __forceinline__ void write(Y* row, A mean, A rstd, const Load& affine, const W* weight,
                                         const W* bias) {
     const auto y = [&](int k, bool exists) {
-      const Affine<W> parameters = affine(span_.column(k), exists);
+      const Affine<W> parameters = affine(k, exists);
       return normalize<Y>(chunk(k), mean, rstd, parameters.weight, parameters.bias);
     };
     if constexpr (kVectorized && kRegisterUse == RegisterUse::kHigh) {
@@ -218,7 +237,7 @@ class RowTile {
         Affine<W> parameters[kPair];
 #pragma unroll
         for (int j = 0; j < kPair; ++j) {
-          parameters[j] = affine(span_.column(first + j), span_.has(first + j));
+          parameters[j] = affine(first + j, span_.has(first + j));
         }
 #pragma unroll
         for (int j = 0; j < kPair; ++j) {
