@@ -274,10 +274,11 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
 }
 
 // Whether any plan has `columns` of a row in each of its lanes, of a warp or of several. Half the
-// lanes hold shorter rows; rows whose whole chunks fill warps are in chunks (chunks_fill_warps).
+// lanes hold shorter rows; rows whose whole chunks fill warps are in chunks (chunks_fill_warps),
+// and those of 16 bits that eight lanes of 16 columns would hold are very short ones.
 template <class X, class W>
 constexpr bool holds_elements(int lanes, int columns) {
-  if (lanes == kLeastElementLanes) return true;
+  if (lanes == kLeastElementLanes) return !kIs16Bit<X> || columns != 16;
   if (columns <= kMostElementColumns / 2) return false;
   if (std::is_same_v<X, float> && lanes == kWarpSize) return columns == 28;
   if (std::is_same_v<X, float> && lanes < kWarpSize) return columns < kMostElementColumns;
