@@ -324,8 +324,11 @@ template <class X, class Y, class W, int kChunks, bool kVectorized>
 __global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, Y, W, kChunks, kVectorized>)
     forward_warp_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
-  using Tile = RowTile<X, Y, kChunks, 0, kVectorized, !kVectorized,
-                       kVectorized ? RegisterUse::kMedium : RegisterUse::kHigh>;
+  // (Of float32 it would be the same, and of mixed dtypes it takes up to half as many registers
+  // again.)
+  constexpr RegisterUse kUse =
+      !kVectorized && kIs16Bit<X> && kOneType<X, Y, W> ? RegisterUse::kHigh : RegisterUse::kMedium;
+  using Tile = RowTile<X, Y, kChunks, 0, kVectorized, !kVectorized, kUse>;
   extern __shared__ uint4 shared_chunks[];
   start_block(p);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -519,8 +522,8 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
     return launch_rows(forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, kUse>);
   } else if constexpr (!kVectorized && kFew) {
     // Short ones are as well off in 56 registers, in which parameters are read with less ado: of
-    // 268 MB on 92 multiprocessors of an H100, and on all, 2601 columns .84 -> .85 and .98 -> 1.00,
-    // 4095 .94 -> .95 and .98 -> 1.00; but 8191 .94 -> .915, 10001 .90 -> .865. (Float16 spills.)
+    // 268 MB on an H200 2601 columns .80 -> .82 of a copy, 4095 .91 -> .925; but on 92
+    // multiprocessors of an H100 8191 .94 -> .915, 10001 .90 -> .865. (Float16 spills.)
     if constexpr (std::is_same_v<X, BFloat16> && kOneType<X, Y, W>) {
       constexpr int kShortest = 192;
       if (threads <= kShortest) {

@@ -23,7 +23,7 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
   return y;
 }
 
-// What y of an aligned row is computed with. kLow: x is unpacked anew, for 40 or 48 registers
+// What y is computed with. Of aligned rows, kLow: x is unpacked anew, for 40 or 48 registers
 // instead of 56: of 320 threads four blocks find a place on a multiprocessor then instead of three,
 // 13421 x 10000 bfloat16 took 133.3 us on an H200 for 136.9 us, and with float32 parameters, which
 // have to be waited for longer, 16384 x 8192 134.0 us for 142.2 us.
@@ -31,6 +31,9 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
 // nothing hides that they have to be waited for: in a CUDA graph 8 x 4096 took 1.86 us for 2.3 us,
 // 512 x 8192 4.3 us for 4.6 us; and many rows are as fast. (All four at once spill: 162 us for 134
 // us at 32768 x 4096.)
+// Of rows that are not aligned, kHigh: of a chunk that does not exist weight and bias are whatever
+// is in some registers, and addresses are constant distances apart. Where there are registers for
+// that, 131072 x 1023 bfloat16 took 141.0 us on an H200 for 146.3 us; with 40 it spills.
 enum class RegisterUse : uint8_t { kLow, kMedium, kHigh };
 
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
@@ -116,8 +119,8 @@ class RowTile {
     return merge_warp(thread, total, inverse_total);
   }
 
-  // Writes y. A missing weight is one and a missing bias zero. `plain`: neither is missing, and
-  // their chunks can be read as such.
+  // Writes y. A missing weight is one and a missing bias zero. `known_plain`: neither is missing,
+  // and their chunks are aligned.
   template <class W>
   __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias,
                                         bool known_plain) {
