@@ -653,8 +653,8 @@ cudaError_t forward_to(const ForwardArgs& args, const ForwardPlan& plan, void* w
     p.weight = static_cast<const W*>(args.weight);
     p.bias = static_cast<const W*>(args.bias);
     const auto is_plain = [](const W* parameters) {
-      constexpr int64_t kAccess = std::min<int64_t>(16, sizeof(W) * kChunkColumns<X>);
-      return parameters != nullptr && reinterpret_cast<uintptr_t>(parameters) % kAccess == 0;
+      return parameters != nullptr &&
+             reinterpret_cast<uintptr_t>(parameters) % alignof(Pack<W, kChunkColumns<X>>) == 0;
     };
     p.plain = is_plain(p.weight) && is_plain(p.bias);
     p.y = static_cast<Y*>(args.y);
