@@ -480,7 +480,8 @@ def test_blocks_that_leave_their_partial_sums_together(
     ran = 0
     for rows, cols in (
         (40_009, 41), (20_011, 264), (5003, 257), (3001, 1000), (3001, 1001), (1003, 3072),
-        (131, 4104), (1301, 4097), (1301, 8191), (517, 8192), (301, 16_384), (301, 16_387),
+        (1301, 2048), (517, 4096), (131, 4104), (1301, 4097), (1301, 8191), (517, 8192),
+        (301, 16_384), (301, 16_387),
     ):  # fmt: skip
         whole = cols * dtype.itemsize % 16 == 0
         plan = plan_here("backward", rows, cols, dtype, merged=merged, **common)

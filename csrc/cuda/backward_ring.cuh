@@ -73,12 +73,14 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
   const int group = kShort ? thread / kWarpSize : thread / kWarpSize / p.warps;
   const int warp_begin =  // of the warp's columns among the block's
       kShort ? 0 : (thread / kWarpSize - group * p.warps) * run_columns;
-  // Of one group of warps, or of two, without a detour: 4096 x 8192 bfloat16 60.8 us on an H200 by
-  // way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more registers
-  // 65536 x 1024 took 149 us for 142 us.)
+  // Of one group of warps, of two or two times two, without a detour: 4096 x 8192 bfloat16 60.8 us
+  // on an H200 by way of all that follows, 59.3 us so. (Beside a wider dy that spills, or with more
+  // registers 65536 x 1024 took 149 us for 142 us.)
   if constexpr (kVectorized && !kShort && !kWideDy) {
     const int sharing = merges ? p.groups * p.merged : p.groups;
-    if (sharing <= 2) {
+    // Two groups in each of two blocks: each of the four gets a quarter of all sums.
+    const bool quarters = kSpan == RingSpan::kBlock && p.groups == 2 && p.merged == 2;
+    if (sharing <= 2 || quarters) {
       const unsigned threads = p.warps * kWarpSize;  // of a group
       const unsigned in_group = thread - group * threads;
       const int start = block_begin + warp_begin;
@@ -86,22 +88,38 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
       const int64_t partial =
           static_cast<int64_t>(blockIdx.x / (merges ? 2 * cluster_size : cluster_size)) * p.cols +
           start;
-      const bool second = merges ? cluster_rank() >= cluster_size : group == 1;
-      if (sharing == 2) {
+      const bool second = merges && !quarters ? cluster_rank() >= cluster_size : group == 1;
+      float* const target = (second ? p.db_partials : p.dw_partials) + partial;
+      if (sharing > 1) {
         constexpr unsigned kFours = kChunks * kColumns / 4;
         constexpr auto kBytes = static_cast<unsigned>(sizeof(float4));
         const unsigned place = shared_address(staging) + in_group * kBytes;
         const unsigned step = threads * kBytes;
-        if (merges) {
+        if (merges && !quarters) {
           const int other = second ? rank : cluster_size + rank;
           swap_sums<true>(dw, db, second, remote_address(place, other), place, step);
         } else {
+          if (quarters) cluster_arrive();
           swap_sums<false>(dw, db, second, place + (second ? kFours * step : 0),
                            place + (second ? 0 : kFours * step), step);
         }
+        if constexpr (kSpan == RingSpan::kBlock) {
+          // 16384 x 4096 bfloat16 147.6 us on an H100 by way of what follows, 146.0 us so.
+          if (quarters) {
+            constexpr int kHalf = kChunks / 2;
+            constexpr int kHalfColumns = kHalf * kWarpSize * kColumns;
+            const bool later = cluster_rank() == 1;
+            const unsigned behind = place + (2 * kFours + (second ? kFours / 2 : 0)) * step;
+            cluster_wait();  // the other block's ring is no longer in use
+            swap_halves(dw, later, remote_address(behind, later ? 0 : 1), behind, step);
+            store_sums<kHalf>(target + (later ? kHalfColumns : 0), dw,
+                              columns - (later ? kHalfColumns : 0));
+            return;
+          }
+        }
       }
-      store_sums((second ? p.db_partials : p.dw_partials) + partial, dw, columns);
-      if (sharing == 1) store_sums(p.db_partials + partial, db, columns);
+      store_sums<kChunks>(target, dw, columns);
+      if (sharing == 1) store_sums<kChunks>(p.db_partials + partial, db, columns);
       return;
     }
   }

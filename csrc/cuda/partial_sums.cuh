@@ -71,17 +71,17 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
   if (merges) meet();  // no block leaves while others read from it
 }
 
-// Sums of a warp's `run` columns, which lanes have in whole chunks, to a row of partial sums:
-// straight from registers, by whole sectors of memory, for which neighbouring lanes exchange halves
-// of chunks that have eight columns.
-template <int kChunks, int kColumns>
+// Sums of the first kStored chunks of each lane of a warp, whose `run` columns from there on lanes
+// have in whole chunks, to a row of partial sums: straight from registers, by whole sectors of
+// memory, for which neighbouring lanes exchange halves of chunks that have eight columns.
+template <int kStored, int kChunks, int kColumns>
 __device__ __forceinline__ void store_sums(float* target, const float (&sums)[kChunks][kColumns],
                                            int run) {
   static_assert(kColumns == 4 || kColumns == 8);
   const int lane = threadIdx.x % kWarpSize;
   const bool odd = lane % 2 != 0;
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
+  for (int k = 0; k < kStored; ++k) {
     const int column = (lane + k * kWarpSize) * kColumns;
     const auto four = [&](int i) {
       return make_float4(sums[k][i], sums[k][i + 1], sums[k][i + 2], sums[k][i + 3]);
@@ -147,6 +147,38 @@ __device__ __forceinline__ void swap_sums(float (&dw)[kChunks][kColumns],
       for (int j = 0; j < 4; ++j) {
         const float own = second ? db[k][i + j] : dw[k][i + j];
         dw[k][i + j] = own + taken[j];
+      }
+    }
+  }
+}
+
+// Of two blocks of a cluster that have sums of the same columns, the `second` gets the second half
+// of each lane's chunks of both and the first block the first half, as the first half of `sums`.
+// `give`, `take` and `step` as above.
+template <int kChunks, int kColumns>
+__device__ __forceinline__ void swap_halves(float (&sums)[kChunks][kColumns], bool second,
+                                            unsigned give, unsigned take, unsigned step) {
+  constexpr int kHalf = kChunks / 2;
+#pragma unroll
+  for (int k = 0; k < kHalf; ++k) {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const auto given = [&](int j) { return second ? sums[k][i + j] : sums[k + kHalf][i + j]; };
+      store_remote(give + (k * kColumns + i) / 4 * step,
+                   make_float4(given(0), given(1), given(2), given(3)));
+    }
+  }
+  cluster_arrive();
+  cluster_wait();
+#pragma unroll
+  for (int k = 0; k < kHalf; ++k) {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+      const float4 four = load_float4(take + (k * kColumns + i) / 4 * step);
+      const float taken[] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[k][i + j] = (second ? sums[k + kHalf][i + j] : sums[k][i + j]) + taken[j];
       }
     }
   }
