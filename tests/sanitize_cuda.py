@@ -245,6 +245,7 @@ def check_run(
     shares = [share_of(run, calls, i, number) for i in range(number)]
     result: dict[str, Any] = {
         "listed": listed, "calls": len(calls), "ran_of_shares": ran, "reports": 0, "not_finite": [],
+        "first_report": "",
     }  # fmt: skip
 
     def finish(i: int) -> tuple[int, Job, int] | None:
@@ -263,6 +264,8 @@ def check_run(
             found = reports_in(log)
             done = json.loads(job.output.read_text()) if job.output.exists() else {}
             result["reports"] += found or 0
+            if found and not result["first_report"]:
+                result["first_report"] = f"{job.log.name}\n{log[:3000]}"
             result["not_finite"] += done.get("not_finite", [])
             if code == 0 and found == 0 and not done["not_finite"]:
                 ran[i] += done["ran"]
