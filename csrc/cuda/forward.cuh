@@ -51,6 +51,15 @@ struct ParameterTile {
     bias[k] = load(biases, 0);
   }
 
+  // Chunk k where both are there and aligned; if it does not exist, whatever is in some registers.
+  template <class RowShare>
+  __device__ __forceinline__ void load_plain(const W* weights, const W* biases,
+                                             const RowShare& share, int k) {
+    const bool exists = share.left(k) > 0;
+    weight[k] = load_pack_if<W, kColumns>(weights + share.column(k), exists);
+    bias[k] = load_pack_if<W, kColumns>(biases + share.column(k), exists);
+  }
+
   static __device__ __forceinline__ bool are_plain(const W* weights, const W* biases) {
     return weights != nullptr && biases != nullptr && is_aligned(weights) && is_aligned(biases);
   }
@@ -108,17 +117,23 @@ constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
 template <class X, class W>
 constexpr bool kFewRegisters = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
 
-// Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill; 64 where
-// that is faster, of lanes that may be idle or of rows that are gathered: 645277 x 208 bfloat16
-// took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and 134.0 us, in one or two
-// chunks 8388608 x 16 152.7 and 149.8 us, 131072 x 64 .92 and .95 of a copy; but in four lanes of
-// an even number of chunks 1048576 x 128 133.6 and 134.3 us.
+// Lanes that may be idle, or rows that are gathered, of four chunks: 64 registers are faster then.
+// 645277 x 208 bfloat16 took 139.8 us on an H200 with 80, 136.4 us so, 1118481 x 120 140.4 and
+// 134.0 us; but in four lanes of an even number of chunks 1048576 x 128 133.6 and 134.3 us.
+template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized, bool kGathers>
+constexpr bool kFourInFewRegisters =
+    kVectorized && kOneType<X, Y, W> && kChunks == kRegisterChunks && (kGathers || kLanes == 8);
+
+// Blocks that an SM must hold: 80 registers per thread, or 128 where that would spill; 72 of four
+// chunks; 64 as above, or in one or two chunks: 8388608 x 16 152.7 us with 80 and 149.8 us, 131072
+// x 64 .92 and .95 of a copy.
 template <class X, class Y, class W, int kLanes, int kChunks, bool kVectorized, bool kGathers>
 constexpr int kShortRowBlocks =
     std::is_same_v<X, double> ? 8
-    : kVectorized && kOneType<X, Y, W> &&
-            (kChunks <= 2 || (kChunks == kRegisterChunks && (kGathers || kLanes == 8)))
+    : kFourInFewRegisters<X, Y, W, kLanes, kChunks, kVectorized, kGathers> ||
+            (kVectorized && kOneType<X, Y, W> && kChunks <= 2)
         ? 16
+    : kVectorized && kOneType<X, Y, W> && kIs16Bit<X> && kChunks == kRegisterChunks ? 14
     : kBySpan<kLanes, kChunks, kVectorized> ||
             (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
         ? 12
@@ -145,6 +160,14 @@ __global__ void __launch_bounds__(
   const int64_t warp_row = (static_cast<int64_t>(blockIdx.x) * warps + warp) * (kTeams * kRows);
   constexpr bool kSpan = kBySpan<kLanes, kChunks, kVectorized>;
   constexpr bool kWhole = kVectorized || kSpan;
+  // Weight and bias while registers are free, or chunk by chunk when they are needed.
+  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan && kChunks <= kRegisterChunks;
+  constexpr bool kLate = !kEarly && kRows == 1;
+  // What a lane does not have is not made zero, nor a missing parameter one or zero where none is
+  // missing: 48 of 560 instructions for four chunks. (It takes registers: in 64 it would spill.)
+  constexpr bool kTrims = kVectorized && kEarly && kOneType<X, Y, W> &&
+                          sizeof(X) < sizeof(double) &&
+                          !kFourInFewRegisters<X, Y, W, kLanes, kChunks, kVectorized, kGathers>;
   const int cols = static_cast<int>(p.cols);
   const Share<X, kWhole> share{idle ? cols : lane, kLanes, cols};
 
@@ -164,18 +187,30 @@ __global__ void __launch_bounds__(
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = warp_row + r * kTeams + team;
-      x[r].load(row < p.rows && !idle ? p.x + row * p.x_row_stride : nullptr, share);
+      const bool active = row < p.rows && !idle;
+      if constexpr (kTrims) {
+        const X* const source = p.x + row * p.x_row_stride;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          x[r].chunks[k] =
+              load_pack_if<X, kColumns>(source + share.column(k), active && share.left(k) > 0);
+        }
+      } else {
+        x[r].load(active ? p.x + row * p.x_row_stride : nullptr, share);
+      }
     }
   }
   ParameterTile<W, kChunks, kColumns> parameters;
   // One by one: each team has a partial chunk, but only as its last one.
   const auto load_parameters = [&] {
+    if (kTrims && p.plain) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) parameters.load(p.weight, p.bias, share, k);
+      for (int k = 0; k < kChunks; ++k) parameters.load_plain(p.weight, p.bias, share, k);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) parameters.load(p.weight, p.bias, share, k);
+    }
   };
-  // While registers are free, or chunk by chunk when they are needed.
-  constexpr bool kEarly = kEarlyParameters<X, W> && !kSpan && kChunks <= kRegisterChunks;
-  constexpr bool kLate = !kEarly && kRows == 1;
   if constexpr (kEarly) load_parameters();
 
   ChunkMoments<A, kChunks, kColumns> threads[kRows];
@@ -239,10 +274,21 @@ __global__ void __launch_bounds__(
     const Writer writer{storage[warp], p.y, p.rows, kTeams, team};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      writer.write(warp_row + r * kTeams, share, [&](int k) {
-        if constexpr (kLate) parameters.load(p.weight, p.bias, share, k);
-        return y(r, k);
-      });
+      const auto write = [&](auto plain) {
+        writer.write(warp_row + r * kTeams, share, [&](int k) {
+          if constexpr (decltype(plain)::value) {
+            parameters.load_plain(p.weight, p.bias, share, k);
+          } else if constexpr (kLate) {
+            parameters.load(p.weight, p.bias, share, k);
+          }
+          return y(r, k);
+        });
+      };
+      if (kVectorized && kLate && p.plain) {
+        write(std::bool_constant<kVectorized && kLate>());
+      } else {
+        write(std::false_type());
+      }
     }
   }
 }

@@ -77,7 +77,12 @@ class RowTile {
       }
 #pragma unroll
       for (int k = 0; k < kRegisters; ++k) {
-        registers_[k] = load_wide<X, kColumns>(row + span_.column(k), span_.has(k));
+        const X* const source = row + span_.column(k);
+        if constexpr (kRegisterUse == RegisterUse::kHigh) {
+          registers_[k] = load_pack_if<X, kColumns>(source, span_.has(k));
+        } else {
+          registers_[k] = load_wide<X, kColumns>(source, span_.has(k));
+        }
       }
     } else {
       if (span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
@@ -128,7 +133,7 @@ class RowTile {
 #pragma unroll
       for (auto& chunk : registers_) forget_unpacked(chunk);
     }
-    if constexpr (!kVectorized && kRegisterUse == RegisterUse::kHigh) {
+    if constexpr (kRegisterUse == RegisterUse::kHigh) {
       if (known_plain) {
         const W* const weights = weight + span_.column(0);
         const W* const biases = bias + span_.column(0);
