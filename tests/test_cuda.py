@@ -505,7 +505,7 @@ def test_blocks_that_leave_their_partial_sums_together(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-@pytest.mark.parametrize("cols", [131_080, 139_265, 262_145, 524_296, 1_000_001])
+@pytest.mark.parametrize("cols", [131_080, 139_265, 262_145, 524_296, 1_000_001, 1_050_000])
 def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
     """Held by a grid that runs as a whole, in more rows than it holds at once."""
     rows = 13

@@ -57,6 +57,10 @@ def chunk_columns(dtype: str) -> int:
     return CHUNK_BYTES // SIZES[dtype]
 
 
+# Bytes by which a block of a whole grid tells others of the rows under way: eight, 16 bytes each.
+GRID_WORDS = 8 * 16
+
+
 def capacity(plan: dict[str, Any], dtype: str) -> int:
     """Columns of a row that the planned threads hold."""
     if plan["kernel"] in ("elements", "few_elements"):
@@ -544,7 +548,7 @@ def test_partial_sums_of_the_ring_need_little_memory(dtype: str) -> None:
     ):
         rows = int(2**27 * times) // (cols * SIZES[dtype])
         plan = _C.plan("backward", rows, cols, dtype)
-        most = 0.08 * rows * cols * SIZES[dtype] + 64 * plan["blocks"]  # words to exchange
+        most = 0.08 * rows * cols * SIZES[dtype] + GRID_WORDS * plan["blocks"]
         assert plan["workspace_bytes"] <= most, f"{rows} x {cols}: {plan}"
 
 
@@ -790,8 +794,8 @@ def test_a_forced_cluster_size(direction: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", SIZES)
 def test_forward_workspace(dtype: str) -> None:
-    """Mean and squares of each segment, or of what each block of a whole grid has of the four rows
-    under way, with a tag each; nothing where a row is held by a block or a cluster.
+    """Mean and squares of each segment, or of what each block of a whole grid has of the eight
+    rows under way, with a tag; nothing where a row is held by a block or a cluster.
     """
     item = max(4, SIZES[dtype])
     for rows, cols, plan in all_plans("forward", dtype, (132, 90)):
@@ -799,7 +803,7 @@ def test_forward_workspace(dtype: str) -> None:
         if plan["kernel"] == "split":
             expected = 2 * item * rows * plan["segments"]
         elif plan["cluster_size"] > 16:
-            expected = 2 * 8 * 4 * plan["blocks"]
+            expected = GRID_WORDS * plan["blocks"]
         assert plan["workspace_bytes"] == expected, f"{rows} x {cols}"
 
 
@@ -848,9 +852,9 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
     for rows, cols in itertools.product(ROWS, COLS):
         without = _C.plan("backward", rows, cols, dtype, dw_db=False)
         assert (without["weight_grads"], without["partials"]) == ("none", 0)
-        in_grid = without["cluster_size"] > 16  # four rows under way, two sums of each with tags
+        in_grid = without["cluster_size"] > 16
         if without["kernel"] != "split":
-            assert without["workspace_bytes"] == (2 * 8 * 4 * without["blocks"] if in_grid else 0)
+            assert without["workspace_bytes"] == (GRID_WORDS * without["blocks"] if in_grid else 0)
         alone = _C.plan("backward", rows, cols, dtype, dx=False)
         tiles = (False, "row" if rows == 1 else "tiles", alone["column_blocks"])
         columns = (False, "columns", 0)

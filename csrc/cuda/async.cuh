@@ -203,6 +203,19 @@ __device__ __forceinline__ void wait_barrier(unsigned barrier, int parity) {
 #endif
 }
 
+// Whether the barrier's phase of this parity has ended.
+__device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
+  int done = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.b32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return done != 0;
+}
+
 // The address that `local`, of this block's shared memory, has in the block of rank `rank`.
 __device__ __forceinline__ unsigned remote_address(unsigned local, int rank) {
   unsigned remote = 0;
@@ -227,15 +240,7 @@ __device__ __forceinline__ void store_float4(unsigned address, const float4& val
                : "memory");
 }
 
-// The same to and from an address that remote_address gave.
-__device__ __forceinline__ void store_remote(unsigned address, const float4& value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
-#endif
-}
-
+// The same from an address that remote_address gave.
 __device__ __forceinline__ float4 load_remote(unsigned address) {
   float4 value = make_float4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900

@@ -355,7 +355,7 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
 // dx from the ring, and with kFused the partial sums of dw and db.
 template <class X, class DY>
 cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
-                        float* db_partials, uint64_t* exchange, cudaStream_t stream) {
+                        float* db_partials, uint4* exchange, cudaStream_t stream) {
   RingParameters<X, DY> p;
   p.exchange = exchange;
   p.rows = args.rows;
@@ -408,7 +408,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
 // of its own. (A grid leaves them in one.)
 template <class X, class DY>
 cudaError_t stream_shares(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
-                          float* db_partials, uint64_t* exchange, cudaStream_t stream) {
+                          float* db_partials, uint4* exchange, cudaStream_t stream) {
   const int64_t launches = plan.cluster_size > kLargeClusterSize ? 1 : plan.shares;
   for (int64_t i = 0; i < launches; ++i) {
     const int64_t begin = args.rows * i / launches;
@@ -438,7 +438,11 @@ template <class X>
 cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void* workspace,
                         cudaStream_t stream) {
   using A = Accumulator<X>;
-  A* const dw_partials = static_cast<A*>(workspace);
+  // Words of a grid's blocks come first, then partial sums.
+  const bool in_grid = plan.cluster_size > kLargeClusterSize;
+  uint4* const exchange = static_cast<uint4*>(workspace);
+  A* const dw_partials =
+      reinterpret_cast<A*>(exchange + (in_grid ? plan.blocks * kGridExchanges : 0));
   A* const db_partials = dw_partials + plan.partials * args.cols;
   Sums<A>* const segment_sums = reinterpret_cast<Sums<A>*>(db_partials + plan.partials * args.cols);
   return visit_other<X>(args.dy_dtype, [&](auto dy_type) {
@@ -453,8 +457,7 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
                     plan.kernel == Kernel::kFewElements)) {
       error = cudaErrorInvalidValue;
       if constexpr (kRowsStream<X, DY>) {
-        error = stream_shares<X, DY>(args, plan, dw_partials, db_partials,
-                                     reinterpret_cast<uint64_t*>(segment_sums), stream);
+        error = stream_shares<X, DY>(args, plan, dw_partials, db_partials, exchange, stream);
       }
     } else if (plan.dx) {
       error = visit_parameter<X>(args.weight_dtype, [&](auto parameter_type) {

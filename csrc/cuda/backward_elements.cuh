@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int warp = warp_index();
   const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
   const int lane =  // whichever spills less
-      kShort || (kCluster && kIs16Bit<X>) ? threadIdx.x % kLanes : lane_index();
+      kShort || kCluster ? threadIdx.x % kLanes : lane_index();
   const int group = kShort ? warp : warp / p.warps;
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int cluster_size = kCluster ? p.cluster_size : 1;
@@ -386,6 +386,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       wait_copies<kStages - 1>();
       const Sums<float> mine = sum_row(0, slot, [] {});
       exchange.post(0, sum_halves(mine.xhat_wdy, mine.wdy));
+      exchange.relay(0);
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -419,10 +420,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
       } else {
         sum_next([] {});
         post_next(sum_halves(mine.xhat_wdy, mine.wdy));
-        sums = exchange.merge(exchange.fetch(i));
+        sums = exchange.fetch_sums(i);
         finish([] {});
       }
       copy_row(slot);
+      if (kCluster && i + 1 < count) exchange.relay(i + 1);
       slot = next;
     }
   }

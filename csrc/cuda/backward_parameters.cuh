@@ -33,9 +33,9 @@ struct RingParameters {
   int64_t unit_stride;
   int64_t x_step, dy_step, dx_step;  // bytes from a team's row to its next one
   int full_turns, last_turn;
-  int cluster_size;    // kCluster, kGrid: blocks of a row
-  uint64_t* exchange;  // kGrid: [rows at once][kGridExchanges][blocks of a row][2]
-  int merged;          // but for kGrid: see BackwardPlan
+  int cluster_size;  // kCluster, kGrid: blocks of a row
+  uint4* exchange;   // kGrid: [rows at once][kGridExchanges][blocks of a row]
+  int merged;        // but for kGrid: see BackwardPlan
   // kElements: steps of 2 * kWarpSize columns that the warps of a row have, those from
   // first_longer_warp on one more.
   int warp_steps, first_longer_warp;

@@ -9,7 +9,7 @@
 // ahead: a warp has its sums of row i + 1 before it uses those of all for row i, and has posted
 // them before it waits for these, but for rows of a block that are not aligned. Rows that no
 // cluster holds are shared by blocks of a grid that runs as a whole, whose sums go through device
-// memory.
+// memory (grid_exchange.cuh), of a 16-bit type three rows ahead.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -97,11 +97,10 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
         const unsigned step = threads * kBytes;
         if (merges && !quarters) {
           const int other = second ? rank : cluster_size + rank;
-          swap_sums<true>(dw, db, second, remote_address(place, other), place, step);
+          swap_sums<true>(dw, db, second, place, remote_address(place, other), step);
         } else {
-          if (quarters) cluster_arrive();
-          swap_sums<false>(dw, db, second, place + (second ? kFours * step : 0),
-                           place + (second ? 0 : kFours * step), step);
+          const unsigned behind = place + kFours * step;
+          swap_sums<false>(dw, db, second, second ? behind : place, second ? place : behind, step);
         }
         if constexpr (kSpan == RingSpan::kBlock) {
           // 16384 x 4096 bfloat16 147.6 us on an H100 by way of what follows, 146.0 us so.
@@ -110,16 +109,19 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
             constexpr int kHalfColumns = kHalf * kWarpSize * kColumns;
             const bool later = cluster_rank() == 1;
             const unsigned behind = place + (2 * kFours + (second ? kFours / 2 : 0)) * step;
-            cluster_wait();  // the other block's ring is no longer in use
-            swap_halves(dw, later, remote_address(behind, later ? 0 : 1), behind, step);
+            swap_halves(dw, later, behind, remote_address(behind, later ? 0 : 1), step);
+            cluster_arrive();
             store_sums<kHalf>(target + (later ? kHalfColumns : 0), dw,
                               columns - (later ? kHalfColumns : 0));
+            cluster_wait();  // neither block leaves while the other reads from it
             return;
           }
         }
+        if (merges) cluster_arrive();
       }
       store_sums<kChunks>(target, dw, columns);
       if (sharing == 1) store_sums<kChunks>(p.db_partials + partial, db, columns);
+      if (merges) cluster_wait();
       return;
     }
   }
@@ -170,7 +172,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   constexpr int kStages = kRingStages<X, kSpan, DY>;
   // Those that are filled before the first row's sums: with all of them 32768 x 4096 bfloat16 took
   // 196.3 us on an H200, 65536 x 3072 302.5 us; 195.9 and 300.6 us so.
-  constexpr int kFirstStages = kShort ? kStages : 2;
+  constexpr int kAhead = kRingAhead<X, kSpan>;
+  constexpr int kFirstStages = kShort ? kStages : kAhead + 1;
+  static_assert(2 * kAhead + 2 <= (kSpan == RingSpan::kGrid ? kGridExchanges : kExchanges));
   constexpr unsigned kXBytes =
       kRingGranules<X, kSpan, kVectorized, kChunks, X, kTail> * kChunkBytes;
   constexpr unsigned kDyBytes =
@@ -202,7 +206,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   constexpr bool kBrakes = kWholeWarps && kVectorized && kSpan == RingSpan::kBlock;
   constexpr bool kMayBrake =
       std::is_same_v<X, DY> && kSpan == (kVectorized ? RingSpan::kCluster : RingSpan::kBlock);
-  const int warp = kWholeWarps ? warp_index() : threadIdx.x / kWarpSize;
+  // So do aligned float32 rows in a grid: 100 x 600000 227 us on an H200 so, 234 us.
+  constexpr bool kAsks = !kWholeWarps || (kSpan == RingSpan::kGrid && kVectorized && !kIs16Bit<X>);
+  const int warp = kAsks ? threadIdx.x / kWarpSize : warp_index();
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
   const int pitch = kWarpSize / teams;  // lanes from one team to the next
@@ -212,9 +218,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
                             : threadIdx.x % kWarpSize;
   // A lane between two teams or behind the last one: as if its rows were beyond the last one.
   const bool idle = kShort && (lane >= lanes || team >= teams);
-  const int group = kShort ? warp : warp / p.warps;
-  const int row_warp = kShort ? 0 : warp - group * p.warps;
   constexpr bool kGrid = kSpan == RingSpan::kGrid;
+  const int group = kShort ? warp : kGrid ? 0 : warp / p.warps;
+  const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int cluster_size = kGrid || kSpan == RingSpan::kCluster ? p.cluster_size : 1;
   const int rank = static_cast<int>(blockIdx.x) % cluster_size;
   constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
@@ -331,15 +337,23 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   // ---- the start: what is small first, for it would wait behind the copies that fill the ring. In
   // the other order the first row was summed after 6.2 us, at 16384 x 8192 bfloat16 on an H200.
 
+  [[maybe_unused]] const GridPlace place_in_grid{
+      p.exchange + unit * (kGridExchanges * cluster_size), cluster_size, rank};
   Exchange exchange = [&] {
     if constexpr (kGrid) {
-      uint64_t* const words = p.exchange + unit * (2 * kGridExchanges * cluster_size);
-      return Exchange(storage, words, cluster_size, rank, row_warp);
+      return Exchange(storage, place_in_grid, row_warp, p.warps, lane);
     } else {
       return Exchange(storage, p.warps, cluster_size, group, row_warp, lane);
     }
   }();
   if constexpr (kSpan == RingSpan::kCluster) cluster_arrive();
+  if constexpr (kGrid) {
+    if (warp == p.warps) {
+      cooperative_groups::this_grid().sync();
+      exchange.serve(place_in_grid, kAhead, count);
+      return;
+    }
+  }
   const float* mean_of = p.mean + as_of_a_lane(first);
   const float* rstd_of = p.rstd + as_of_a_lane(first);
   int64_t loaded_row = first;
@@ -355,9 +369,18 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     loaded_row += stride;
     --to_load;
   };
-  float mean, rstd, next_mean, next_rstd;
-  load_statistics(mean, rstd);
-  load_statistics(next_mean, next_rstd);
+  float means[kAhead + 1], rstds[kAhead + 1];  // of the row that is finished next and later ones
+#pragma unroll
+  for (int a = 0; a <= kAhead; ++a) load_statistics(means[a], rstds[a]);
+  const auto pass_statistics = [&](float later_mean, float later_rstd) {
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      means[a] = means[a + 1];
+      rstds[a] = rstds[a + 1];
+    }
+    means[kAhead] = later_mean;
+    rstds[kAhead] = later_rstd;
+  };
   PackedWeight<X, kChunks, kVectorized> packed_weight;
   packed_weight.load(
       p.weight, p.weight_dtype, [&](int k) { return begin + (lane + k * lanes) * kColumns; },
@@ -623,13 +646,11 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       wait_copies<kStages - 1>();
-      finish_row(slot, mean, rstd, sum_row_lanes(sum_row(slot, mean, [] {}), lanes, lane), [] {});
+      finish_row(slot, means[0], rstds[0],
+                 sum_row_lanes(sum_row(slot, means[0], [] {}), lanes, lane), [] {});
       copy_row(slot);
       slot = next_slot(slot);
-      mean = next_mean;
-      rstd = next_rstd;
-      next_mean = later_mean;
-      next_rstd = later_rstd;
+      pass_statistics(later_mean, later_rstd);
     }
   } else {
     if constexpr (kSpan == RingSpan::kCluster) {
@@ -639,36 +660,61 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     } else {
       __syncthreads();
     }
-    if (count > 0) {
-      wait_copies<kFirstStages - 1>();
-      const Sums<float> mine = sum_row(slot, mean, [] {});
-      exchange.post(0, sum_mine(mine));
+    const auto post_first = [&](auto first, unsigned from) {
+      constexpr int kFirst = decltype(first)::value;
+      if (count > kFirst) {
+        wait_copies<kFirstStages - 1 - kFirst>();
+        const Sums<float> mine = sum_row(from, means[kFirst], [] {});
+        exchange.post(kFirst, sum_mine(mine));
+      }
+    };
+    post_first(std::integral_constant<int, 0>(), slot);
+    if constexpr (kAhead > 1) {
+      static_assert(kAhead == 3);
+      post_first(std::integral_constant<int, 1>(), next_slot(slot));
+      post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
     }
 #pragma unroll 1
     for (int s = kFirstStages; s < kStages; ++s) copy_row(ring + s * kStageBytes);
+    if constexpr (kSpan == RingSpan::kCluster) {
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (count > a) exchange.relay(a);
+      }
+    }
+    // Before a row is finished or after. On an H200 1024 x 131072 bfloat16, in clusters of 16, 215
+    // us early and 228 us late, 4096 x 50257 415 and 422 us, but 16384 x 12288 300 and 296 us.
+    const bool relays_early = !kVectorized || cluster_size > kMaxClusterSize;
+    // Where there is no room for a warp that does nothing else.
+    const bool serves = kGrid && warp == 0 && blockDim.x == p.warps * kWarpSize;
     if constexpr (kGrid) {
-      __syncthreads();
-      if (count > 0) exchange.relay(0);
+#pragma unroll 1
+      for (int a = 0; a < kAhead; ++a) {
+        if (serves) exchange.serve_turn(place_in_grid, a, -1, count);
+      }
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       float later_mean, later_rstd;
       load_statistics(later_mean, later_rstd);
       const unsigned next = next_slot(slot);
-      // 1024 x 262144 bfloat16 took 532 us on an H200 with this early look, 601 us without.
-      [[maybe_unused]] uint64_t seen = 0;
-      if constexpr (kGrid) seen = exchange.look(i);
+      const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
       Sums<float> mine, sums;
       const auto sum_next = [&](const auto& amid) {
-        if (i + 1 < count) {
-          wait_copies<kStages - 2>();
-          mine = sum_row(next, next_mean, amid);
+        if (i + kAhead < count) {
+          wait_copies<kStages - 1 - kAhead>();
+          mine = sum_row(ahead, means[kAhead], amid);
         } else {
           amid();
         }
       };
       const auto post_next = [&](float half) {
-        if (i + 1 < count) exchange.post(i + 1, half);
+        if (i + kAhead < count) exchange.post(i + kAhead, half);
+      };
+      [[maybe_unused]] const auto relay_next = [&](bool early) {
+        if constexpr (kSpan == RingSpan::kCluster) {
+          if (early == relays_early && i + kAhead < count) exchange.relay(i + kAhead);
+        }
       };
       if constexpr (kSpan == RingSpan::kBlock && !kVectorized) {
         // Both chains of shuffles, of this row's sums and of the next one's, among arithmetic that
@@ -678,32 +724,25 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         sum_next([&] { sums = exchange.merge(fetched); });
         const float half = sum_mine(mine);
         if (kMayBrake && p.brakes) later_mean = keep(later_mean);
-        finish_row(slot, mean, rstd, sums, [&] { post_next(half); });
+        finish_row(slot, means[0], rstds[0], sums, [&] { post_next(half); });
       } else {
         sum_next([] {});
         post_next(sum_mine(mine));
         if constexpr (kGrid) {
-          // Before row i is waited for, so that row i + 1 is on its way for a whole turn: 512 x
-          // 262144 float32 took 565 us on an H200 when it was relayed afterwards, without this
-          // barrier, 439 us so. (Rows of a 16-bit type two ahead: the same time as one.)
-          __syncthreads();
-          if (i + 1 < count) exchange.relay(i + 1);
-          sums = exchange.collect(i, seen);
-        } else {
-          sums = exchange.merge(exchange.fetch(i));
+          if (serves) exchange.serve_turn(place_in_grid, i + kAhead, i, count);
         }
+        sums = exchange.fetch_sums(i);
+        relay_next(true);
         if (kBrakes || (kMayBrake && p.brakes)) later_mean = keep(later_mean);
-        finish_row(slot, mean, rstd, sums, [] {});
+        finish_row(slot, means[0], rstds[0], sums, [] {});
       }
       copy_row(slot);
+      relay_next(false);
       if constexpr (kGrid) {
         if (--share_turns == 0 && shares_left > 1) leave_share();
       }
       slot = next;
-      mean = next_mean;
-      rstd = next_rstd;
-      next_mean = later_mean;
-      next_rstd = later_rstd;
+      pass_statistics(later_mean, later_rstd);
     }
   }
   wait_copies<0>();
@@ -773,6 +812,7 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     constexpr int kWarpBytes = kRingWarpBytes<X, kSpan, kVectorized, kChunks, DY, kTail>;
     constexpr bool kLarge = kSpan == RingSpan::kBlock && kPlain && kIs16Bit<X>;
     constexpr bool kWideLanes = kChunks > kRingChunks<X> && !kPlain;
+    constexpr bool kGrid = kSpan == RingSpan::kGrid;
     constexpr int kMostWarps = kLarge ? kRingWarps : kWideLanes ? kWideLaneWarps : kRingRowWarps;
     const int threads = block_threads(plan);
     if (threads > kMostWarps * kWarpSize) return cudaErrorInvalidValue;
@@ -782,8 +822,11 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
         reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, kSpan == RingSpan::kCluster,
         prepared, sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
     if (error != cudaSuccess) return error;
-    if constexpr (kSpan == RingSpan::kGrid) {
-      return Launch(plan.blocks, dim3(threads), stream).with_shared(bytes).together()(kernel, p);
+    if constexpr (kGrid) {  // and a warp for the exchange, if there is room for it
+      const int more = threads + kWarpSize <= kMaxThreadsPerRow ? kWarpSize : 0;
+      return Launch(plan.blocks, dim3(threads + more), stream)
+          .with_shared(bytes)
+          .together()(kernel, p);
     } else {
       return Launch(plan.blocks, dim3(threads), stream)
           .with_shared(bytes)

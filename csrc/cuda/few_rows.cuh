@@ -147,8 +147,10 @@ template <RingSpan kSpan>
 struct RowSumsExchange {
   static constexpr bool kCluster = kSpan == RingSpan::kCluster;
 
-  // kBlock: [first or second sum][warp of the block]; kCluster: a pair for each warp
-  using Storage = float[2 * kRingRowWarps * (kCluster ? kMaxClusterSize : 1)];
+  struct Storage {
+    float warps[2 * kRingRowWarps];  // first sums of each, then second
+    alignas(16) float blocks[kCluster ? 2 * kMaxClusterSize : 1];
+  };
 
   // All threads of the block come here; in a cluster, after cluster_arrive. `lane`: see
   // sum_row_lanes.
@@ -157,25 +159,26 @@ struct RowSumsExchange {
                                                     int cluster_size, int lane = 0) {
     if constexpr (kSpan == RingSpan::kWarp) return sum_row_lanes(sums, lanes, lane);
     const float mine = sum_halves(sums.xhat_wdy, sums.wdy);
+    const int half = threadIdx.x % kWarpSize / (kWarpSize / 2);
+    const int place = threadIdx.x % (kWarpSize / 2);
+    float* const row_sums = storage.warps + half * kRingRowWarps + group * warps;
+    if (place == 0) row_sums[row_warp] = mine;
+    __syncthreads();
+    const auto sum_warps = [&] { return sum_row_warps(place < warps ? row_sums[place] : 0.0f); };
     if constexpr (kCluster) {
-      sums = both_halves(mine);
       cluster_wait();
-      const int target = threadIdx.x % kWarpSize;
-      if (target < cluster_size) {
-        float* const pair = &storage[2 * (cluster_rank() * warps + row_warp)];
-        store_remote(pair, sums.xhat_wdy, target);
-        store_remote(pair + 1, sums.wdy, target);
+      if (row_warp == 0) {  // for all of the block
+        const Sums<float> block = sum_warps();
+        if (place < cluster_size) {
+          store_remote(&storage.blocks[2 * cluster_rank() + half],
+                       half == 0 ? block.xhat_wdy : block.wdy, place);
+        }
       }
       cluster_arrive();
       cluster_wait();
-      return sum_row_cluster(shared_address(storage), warps * cluster_size);
+      return sum_block_pairs(shared_address(storage.blocks), cluster_size);
     } else {
-      const int half = threadIdx.x % kWarpSize / (kWarpSize / 2);
-      const int place = threadIdx.x % (kWarpSize / 2);
-      if (place == 0) storage[half * kRingRowWarps + group * warps + row_warp] = mine;
-      __syncthreads();
-      return sum_row_warps(place < warps ? storage[half * kRingRowWarps + group * warps + place]
-                                         : 0.0f);
+      return sum_warps();
     }
   }
 };

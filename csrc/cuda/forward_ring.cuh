@@ -19,9 +19,9 @@
 
 #include "async.cuh"
 #include "forward_parameters.cuh"
+#include "grid_exchange.cuh"
 #include "launch.cuh"
 #include "row_tile.cuh"
-#include "tagged.cuh"
 
 namespace fastnorm::cuda {
 
@@ -42,8 +42,8 @@ struct ForwardRingParameters {
   float* rstd;
   int clusters;  // each with a row at a time
   int cluster_size;
-  int filled_blocks;   // those of a cluster that have columns
-  uint64_t* exchange;  // kGrid: [clusters][kGridExchanges][cluster_size][2]
+  int filled_blocks;  // those of a cluster that have columns
+  uint4* exchange;    // kGrid: [clusters][kGridExchanges][cluster_size]
 };
 
 constexpr int kForwardExchanges = 4;  // rows whose moments may be on their way at once
@@ -209,84 +209,64 @@ class MomentsExchange {
   static __device__ __forceinline__ int phase(int row) { return row / kForwardExchanges % 2; }
 };
 
-// The same between blocks of a grid that runs as a whole, by way of device memory (see tagged.cuh).
-class GridMomentsExchange {
+// The same between blocks of a grid that runs as a whole.
+class GridMomentsExchange : public GridExchange {
  public:
   using Set = SetMoments<float>;
 
-  struct Storage {
-    Set warps[2][kForwardWarps];    // of two rows
-    Set blocks[2][kMaxGridBlocks];  // of two rows
-    // Here and not in registers, of which there are none left.
-    uint64_t* words;  // [kGridExchanges][blocks][2]
-    int rank;
+  struct Storage : GridExchange::Storage {
+    Set blocks[kMaxGridBlocks];
   };
 
   // All threads of the block must come here, and then meet those of the whole grid.
-  // `blocks` hold a row together, `filled` of which have columns; this one is number `rank`.
-  __device__ __forceinline__ GridMomentsExchange(Storage& storage, int warp, uint64_t* words,
-                                                 int rank, int size, int cols, float inverse_cols,
-                                                 int blocks, int filled)
-      : storage_(storage),
-        warp_(warp),
-        warps_(blockDim.x / kWarpSize),
-        size_(size),
-        cols_(cols),
-        inverse_cols_(inverse_cols),
-        numbers_(2 * blocks),
-        filled_(filled) {
-    if (threadIdx.x < 2 * kGridExchanges) {  // no tag of an earlier launch must be there
-      store_tagged(words + threadIdx.x / 2 * numbers_ + 2 * rank + threadIdx.x % 2, 0, 0);
-    }
-    if (threadIdx.x == 0) {
-      storage.words = words;
-      storage.rank = rank;
-    }
-  }
+  __device__ __forceinline__ GridMomentsExchange(Storage& storage, const GridPlace& place, int warp)
+      : GridExchange(storage, place, blockDim.x / kWarpSize),
+        blocks_(storage.blocks),
+        warp_(warp) {}
 
   __device__ __forceinline__ void post(int row, const Set& moments) const {
-    if (threadIdx.x % kWarpSize == 0) storage_.warps[row % 2][warp_] = moments;
-  }
-
-  // After a barrier of the block: what all warps have posted of a row, to the other blocks.
-  __device__ __forceinline__ void relay(int row) const {
-    if (warp_ > 0) return;
-    const int lane = threadIdx.x % kWarpSize;
-    const int rank = storage_.rank;
-    const float block_cols = columns_of_set<float>(cols_, warps_ * size_, rank);
-    const Set moments = merge_sets(storage_.warps[row % 2], static_cast<int>(block_cols), size_,
-                                   quotient(1.f, block_cols));
-    if (lane < 2) {
-      store_tagged(words_of(row) + 2 * rank + lane, lane == 0 ? moments.mean : moments.m2, row + 1);
+    if (threadIdx.x % kWarpSize == 0) {
+      sets(warps(row))[warp_] = moments;
+      arrive_at(row);
     }
   }
 
-  // The first word that this thread waits for in collect, as it is now.
-  __device__ __forceinline__ uint64_t look(int row) const {
-    return threadIdx.x < numbers_ ? load_tagged(words_of(row) + threadIdx.x) : 0;
+  // The moments of a row.
+  __device__ __forceinline__ Set collect(int row) const {
+    const float2 moments = wait_for(row);
+    return {moments.x, moments.y};
   }
 
-  // The moments of a row that all its blocks relay; also a barrier of the block. `word`: from look.
-  __device__ __forceinline__ Set collect(int row, uint64_t word) const {
-    Set* const blocks = storage_.blocks[row % 2];
-#pragma unroll 1
-    for (int i = threadIdx.x; i < numbers_; i += blockDim.x) {
-      reinterpret_cast<float*>(blocks)[i] = wait_tagged(words_of(row) + i, word, row + 1);
-      word = 0;
-    }
-    __syncthreads();
-    const int block_cols = static_cast<int>(blockDim.x) * (size_ / kWarpSize);
-    return merge_many_sets(blocks, filled_, cols_, block_cols, inverse_cols_);
+  // What one warp does in each turn: see serve_turn. Of rows of `cols` columns, `size` to a warp;
+  // `filled`: blocks that have columns.
+  __device__ __forceinline__ void serve(const GridPlace& place, int row, int count, int cols,
+                                        int size, float inverse_cols, int filled) const {
+    const int block_size = blockDim.x / kWarpSize * size;
+    const auto pair = [](const Set& set) { return make_float2(set.mean, set.m2); };
+    serve_turn(
+        place, row + 1, row, count,
+        [&](float* numbers) {
+          const float block_cols = columns_of_set<float>(cols, block_size, place.rank);
+          return pair(merge_sets(sets(numbers), static_cast<int>(block_cols), size,
+                                 quotient(1.f, block_cols)));
+        },
+        [&](const GridWord(&words)[kWordsOfLane]) {
+#pragma unroll
+          for (int j = 0; j < kWordsOfLane; ++j) {
+            const int block = threadIdx.x % kWarpSize + j * kWarpSize;
+            if (block < filled) blocks_[block] = {words[j].first, words[j].second};
+          }
+          __syncwarp();
+          return pair(merge_many_sets(blocks_, filled, cols, block_size, inverse_cols));
+        });
   }
 
  private:
-  Storage& storage_;
-  const int warp_, warps_, size_, cols_;
-  const float inverse_cols_;
-  const int numbers_, filled_;
+  Set* const blocks_;
+  const int warp_;
 
-  __device__ __forceinline__ uint64_t* words_of(int row) const {
-    return storage_.words + row % kGridExchanges * numbers_;
+  static __device__ __forceinline__ Set* sets(float* first) {
+    return reinterpret_cast<Set*>(first);
   }
 };
 
@@ -384,11 +364,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- the start: what is small first, for it would wait behind the copies that fill the ring
 
+  [[maybe_unused]] const GridPlace place{p.exchange + first * (kGridExchanges * p.cluster_size),
+                                         p.cluster_size, rank};
   Exchange exchange = [&] {
     if constexpr (kGrid) {
-      uint64_t* const words = p.exchange + first * (2 * kGridExchanges * p.cluster_size);
-      return Exchange(storage, warp, words, rank, RowSpan::kSize, p.cols, p.inverse_cols,
-                      p.cluster_size, p.filled_blocks);
+      return Exchange(storage, place, warp);
     } else {
       return Exchange(storage, warp, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
     }
@@ -503,30 +483,31 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   unsigned slot = ring;
   wait_copies<kStages - 1>();
   exchange.post(0, moments_of(slot));
-  if constexpr (kGrid) __syncthreads();
-  exchange.relay(0);
+  [[maybe_unused]] const auto serve = [&](int i) {
+    if constexpr (kGrid) {
+      if (warp == 0) {
+        exchange.serve(place, i, count, p.cols, RowSpan::kSize, p.inverse_cols, p.filled_blocks);
+      }
+    }
+  };
+  if constexpr (kGrid) {
+    serve(-1);
+  } else {
+    exchange.relay(0);
+  }
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const unsigned next = next_slot(slot);
-    [[maybe_unused]] uint64_t seen = 0;
-    // (16-bit rows have no registers left for it: 192 x 1000000 bfloat16 took 285 us on an H200
-    // with 20 bytes of spills, 260 us without the look.)
-    if constexpr (kGrid && !kIs16Bit<X>) seen = exchange.look(i);
     if (i + 1 < count) {
       wait_copies<kStages - 2>();
       exchange.post(i + 1, moments_of(next));
     }
-    Set moments;
-    if constexpr (kGrid) {
-      __syncthreads();
-      if (i + 1 < count) exchange.relay(i + 1);
-      moments = exchange.collect(i, seen);
-    } else {
-      moments = exchange.collect(i);
-    }
-    write_row(slot, i, moments);
+    serve(i);
+    write_row(slot, i, exchange.collect(i));
     copy_row(slot, i + kStages);
-    if (!kGrid && i + 1 < count) exchange.relay(i + 1);
+    if constexpr (!kGrid) {
+      if (i + 1 < count) exchange.relay(i + 1);
+    }
     slot = next;
   }
   wait_copies<0>();
@@ -559,7 +540,7 @@ template <class X>
 cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
                                 cudaStream_t stream) {
   ForwardRingParameters<X> p;
-  p.exchange = static_cast<uint64_t*>(workspace);
+  p.exchange = static_cast<uint4*>(workspace);
   p.rows = args.rows;
   p.cols = static_cast<int>(args.cols);
   p.eps = static_cast<float>(args.eps);

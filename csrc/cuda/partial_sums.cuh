@@ -106,82 +106,79 @@ __device__ __forceinline__ void store_sums(float* target, const float (&sums)[kC
   }
 }
 
-// Of two that have sums of the same columns, groups of a block or blocks of a cluster, the `second`
-// gets db of both and the first dw, in `dw`, by way of shared memory. `give` and `take`: where this
-// thread's four sums go to and come from, the next four `step` bytes further on.
-template <bool kRemote, int kChunks, int kColumns>
-__device__ __forceinline__ void swap_sums(float (&dw)[kChunks][kColumns],
-                                          float (&db)[kChunks][kColumns], bool second,
-                                          unsigned give, unsigned take, unsigned step) {
-  const auto meet = [] {
-    if constexpr (kRemote) {
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      __syncthreads();
-    }
-  };
-  meet();  // nobody's stages are in use
+// What two that have sums of the same columns, groups of a block or blocks of a cluster, give each
+// other: kFours times four numbers, given(n), from each of their threads. take(n, four): what the
+// other has given. `own` and `other`: where this thread's first four lie in shared memory and where
+// the other's do, the next ones `step` bytes further on. Blocks fetch what they are given, and must
+// meet once more before one of them ends.
+template <bool kRemote, int kFours, class Given, class Take>
+__device__ __forceinline__ void swap_fours(unsigned own, unsigned other, unsigned step,
+                                           const Given& given, const Take& take) {
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      const auto given = [&](int j) { return second ? dw[k][i + j] : db[k][i + j]; };
-      const float4 four = make_float4(given(0), given(1), given(2), given(3));
-      const unsigned place = give + (k * kColumns + i) / 4 * step;
-      if constexpr (kRemote) {
-        store_remote(place, four);
-      } else {
-        store_float4(place, four);
-      }
-    }
+  for (int n = 0; n < kFours; ++n) store_float4(own + n * step, given(n));
+  if constexpr (kRemote) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
   }
-  meet();
 #pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      const float4 four = load_float4(take + (k * kColumns + i) / 4 * step);
-      const float taken[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float own = second ? db[k][i + j] : dw[k][i + j];
-        dw[k][i + j] = own + taken[j];
-      }
-    }
+  for (int n = 0; n < kFours; ++n) {
+    take(n, kRemote ? load_remote(other + n * step) : load_float4(other + n * step));
   }
 }
 
-// Of two blocks of a cluster that have sums of the same columns, the `second` gets the second half
-// of each lane's chunks of both and the first block the first half, as the first half of `sums`.
-// `give`, `take` and `step` as above.
+template <int kColumns>
+__device__ __forceinline__ float4 four_of(const float (&columns)[kColumns], int i) {
+  return make_float4(columns[i], columns[i + 1], columns[i + 2], columns[i + 3]);
+}
+
+// The sum of two fours, to columns i, i + 1, ...
+template <int kColumns>
+__device__ __forceinline__ void put_sum(float (&columns)[kColumns], int i, const float4& one,
+                                        const float4& other) {
+  columns[i] = one.x + other.x;
+  columns[i + 1] = one.y + other.y;
+  columns[i + 2] = one.z + other.z;
+  columns[i + 3] = one.w + other.w;
+}
+
+// Of two that have sums of the same columns the `second` gets db of both and the first dw, in `dw`.
+// `own`, `other` and `step`: as above.
+template <bool kRemote, int kChunks, int kColumns>
+__device__ __forceinline__ void swap_sums(float (&dw)[kChunks][kColumns],
+                                          float (&db)[kChunks][kColumns], bool second, unsigned own,
+                                          unsigned other, unsigned step) {
+  constexpr int kFours = kColumns / 4;  // of a chunk
+  __syncthreads();                      // nobody's stages are in use
+  swap_fours<kRemote, kChunks * kFours>(
+      own, other, step,
+      [&](int n) {
+        const int k = n / kFours, i = n % kFours * 4;
+        return second ? four_of(dw[k], i) : four_of(db[k], i);
+      },
+      [&](int n, const float4& taken) {
+        const int k = n / kFours, i = n % kFours * 4;
+        put_sum(dw[k], i, second ? four_of(db[k], i) : four_of(dw[k], i), taken);
+      });
+}
+
+// Of two blocks that have sums of the same columns the `second` gets the second half of each lane's
+// chunks of both and the first block the first half, as the first half of `sums`.
 template <int kChunks, int kColumns>
 __device__ __forceinline__ void swap_halves(float (&sums)[kChunks][kColumns], bool second,
-                                            unsigned give, unsigned take, unsigned step) {
-  constexpr int kHalf = kChunks / 2;
-#pragma unroll
-  for (int k = 0; k < kHalf; ++k) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      const auto given = [&](int j) { return second ? sums[k][i + j] : sums[k + kHalf][i + j]; };
-      store_remote(give + (k * kColumns + i) / 4 * step,
-                   make_float4(given(0), given(1), given(2), given(3)));
-    }
-  }
-  cluster_arrive();
-  cluster_wait();
-#pragma unroll
-  for (int k = 0; k < kHalf; ++k) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-      const float4 four = load_float4(take + (k * kColumns + i) / 4 * step);
-      const float taken[] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[k][i + j] = (second ? sums[k + kHalf][i + j] : sums[k][i + j]) + taken[j];
-      }
-    }
-  }
+                                            unsigned own, unsigned other, unsigned step) {
+  constexpr int kHalf = kChunks / 2, kFours = kColumns / 4;
+  swap_fours<true, kHalf * kFours>(
+      own, other, step,
+      [&](int n) {
+        const int k = n / kFours, i = n % kFours * 4;
+        return second ? four_of(sums[k], i) : four_of(sums[k + kHalf], i);
+      },
+      [&](int n, const float4& taken) {
+        const int k = n / kFours, i = n % kFours * 4;
+        put_sum(sums[k], i, second ? four_of(sums[k + kHalf], i) : four_of(sums[k], i), taken);
+      });
 }
 
 }  // namespace fastnorm::cuda

@@ -217,7 +217,7 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   const int64_t most = block_chunks(kForwardChunks);
   const bool large = device.large_clusters > 0;
   if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
-    return grid_shape(ceil_div(chunks, kForwardChunks), device, request);
+    return grid_shape(ceil_div(chunks, kForwardChunks), kMaxThreadsPerRow, device, request);
   }
   const int size = forward_ring_size(problem, chunks, most, request);
   return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};

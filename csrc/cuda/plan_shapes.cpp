@@ -61,15 +61,16 @@ bool asks_for_grid(const PlanRequest& request) {
 }
 
 // Rows of `threads` threads that no cluster holds, in a grid that runs as a whole: as many rows at
-// once as there are multiprocessors for, with even shares; a block on each but some, as in
-// shape_ring, or as many more as that takes. What blocks tell each other costs the same for a small
-// share: 512 x 262144 float32 backward took 500 us on an H200 by three times 40 blocks, 444 us by
-// four times 32.
-std::optional<RingShape> grid_shape(int64_t threads, const DeviceProperties& device,
-                                    const PlanRequest& request) {
-  int64_t least = std::max<int64_t>(kLargeClusterSize + 1, ceil_div(threads, kMaxThreadsPerRow));
-  if (asks_for_grid(request)) least = std::max<int64_t>(least, *request.cluster_size);
+// once as there are multiprocessors for, with even shares, by blocks of up to `block_threads` where
+// those hold a row; a block on each but some, as in shape_ring, or as many more as that takes. What
+// blocks tell each other costs the same for a small share: 512 x 262144 float32 backward took 500
+// us on an H200 by three times 40 blocks, 444 us by four times 32.
+std::optional<RingShape> grid_shape(int64_t threads, int64_t block_threads,
+                                    const DeviceProperties& device, const PlanRequest& request) {
   const int64_t all = device.whole_grids ? std::min(kMaxGridBlocks, device.sm_count) : 0;
+  if (threads > all * block_threads) block_threads = kMaxThreadsPerRow;
+  int64_t least = std::max<int64_t>(kLargeClusterSize + 1, ceil_div(threads, block_threads));
+  if (asks_for_grid(request)) least = std::max<int64_t>(least, *request.cluster_size);
   if (least > all) return std::nullopt;
   const int64_t rows = all / least;
   const int64_t size = std::max(least, (all - all / 11) / rows);

@@ -58,12 +58,13 @@ bool asks_for_grid(const PlanRequest& request);
 
 // Rows of `threads` threads that no cluster holds, in a grid that runs as a whole; none where that
 // does not run.
-std::optional<RingShape> grid_shape(int64_t threads, const DeviceProperties& device,
-                                    const PlanRequest& request);
+std::optional<RingShape> grid_shape(int64_t threads, int64_t block_threads,
+                                    const DeviceProperties& device, const PlanRequest& request);
 
 // Memory by way of which the blocks of such a grid exchange their sums.
 inline int64_t grid_exchange_bytes(int64_t blocks) {
-  return blocks * kGridExchanges * 2 * int64_t{sizeof(uint64_t)};
+  constexpr int64_t kWordBytes = 16;
+  return blocks * kGridExchanges * kWordBytes;
 }
 
 // Very short rows that end within a chunk; and the lanes of each, which have up to kTinyColumns of

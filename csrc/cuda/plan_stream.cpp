@@ -321,7 +321,10 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
   const int64_t threads = ceil_div(ceil_div(problem.cols, chunk_columns(problem.x_dtype)),
                                    backward_chunks(problem.x_dtype));
   // Grids are compiled for one dtype only.
-  const auto grid = [&] { return wide_dy ? std::nullopt : grid_shape(threads, device, request); };
+  const auto grid = [&] {
+    const int64_t most = size_in_bytes(problem.x_dtype) == 2 ? kMaxGridThreads : kMaxThreadsPerRow;
+    return wide_dy ? std::nullopt : grid_shape(threads, most, device, request);
+  };
   if (asks_for_grid(request)) return grid();
   if (least_size == 1) {
     if (const auto shape = warp_shape(problem)) return shape;

@@ -7,6 +7,7 @@
 // bytes of a 16-bit row, 64 of float32; in some of the 16-bit rows of kWarp 24 columns.
 #pragma once
 
+#include "async.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 
@@ -207,23 +208,17 @@ __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
   return both_halves(sum_row_warp_halves(mine));
 }
 
-// A lane's share of the sums over all warps of a cluster, from the pairs that they have left in
+// The sums over the blocks of a cluster, one after the other, from pairs that they have left in
 // shared memory.
-__device__ __forceinline__ Sums<float> sum_cluster_pairs(unsigned pairs, int warps, int lane) {
+__device__ __forceinline__ Sums<float> sum_block_pairs(unsigned pairs, int blocks) {
   Sums<float> sums;
-  for (int i = lane; i < warps; i += kWarpSize) {
-    Sums<float> other;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(other.xhat_wdy), "=f"(other.wdy)
-                 : "r"(pairs + i * 2 * static_cast<unsigned>(sizeof(float)))
-                 : "memory");
-    sums.merge(other);
+#pragma unroll 1
+  for (int i = 0; i < blocks; i += 2) {
+    const float4 two = load_float4(pairs + i * 2 * static_cast<unsigned>(sizeof(float)));
+    sums.merge({two.x, two.y});
+    if (i + 1 < blocks) sums.merge({two.z, two.w});
   }
   return sums;
-}
-
-__device__ __forceinline__ Sums<float> sum_row_cluster(unsigned pairs, int warps) {
-  return sum_row_lanes(sum_cluster_pairs(pairs, warps, threadIdx.x % kWarpSize), kWarpSize);
 }
 
 }  // namespace fastnorm::cuda

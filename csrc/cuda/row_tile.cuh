@@ -31,9 +31,9 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
 // nothing hides that they have to be waited for: in a CUDA graph 8 x 4096 took 1.86 us for 2.3 us,
 // 512 x 8192 4.3 us for 4.6 us; and many rows are as fast. (All four at once spill: 162 us for 134
 // us at 32768 x 4096.)
-// Of rows that are not aligned, kHigh: of a chunk that does not exist weight and bias are whatever
-// is in some registers, and addresses are constant distances apart. Where there are registers for
-// that, 131072 x 1023 bfloat16 took 141.0 us on an H200 for 146.3 us; with 40 it spills.
+// kHigh also: of a chunk that does not exist x, in aligned rows, weight and bias are whatever is in
+// some registers, and addresses are constant distances apart. Where there are registers for that,
+// 131072 x 1023 bfloat16 took 141.0 us on an H200 for 146.3 us; with 40 it spills.
 enum class RegisterUse : uint8_t { kLow, kMedium, kHigh };
 
 // The first chunks of a lane stay in registers and the others in shared memory, so that an SM has
