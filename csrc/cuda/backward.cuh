@@ -433,12 +433,12 @@ constexpr bool kRowsStream =
     !std::is_same_v<X, double> && (std::is_same_v<X, DY> || sizeof(DY) > sizeof(X));
 
 // Rows of X: finds the types of dy and the weight, and launches what the plan asks for. The
-// workspace holds the partial sums of dw, those of db, then the segments' sums.
+// workspace holds the words of a grid's blocks, the partial sums of dw, those of db, then the
+// segments' sums.
 template <class X>
 cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void* workspace,
                         cudaStream_t stream) {
   using A = Accumulator<X>;
-  // Words of a grid's blocks come first, then partial sums.
   const bool in_grid = plan.cluster_size > kLargeClusterSize;
   uint4* const exchange = static_cast<uint4*>(workspace);
   A* const dw_partials =

@@ -170,9 +170,9 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   constexpr int kDyParts = kDySize / kSize;  // granules of dy for a chunk of x
   constexpr bool kWideDy = kDyParts > 1;
   constexpr int kStages = kRingStages<X, kSpan, DY>;
+  constexpr int kAhead = kRingAhead<X, kSpan>;
   // Those that are filled before the first row's sums: with all of them 32768 x 4096 bfloat16 took
   // 196.3 us on an H200, 65536 x 3072 302.5 us; 195.9 and 300.6 us so.
-  constexpr int kAhead = kRingAhead<X, kSpan>;
   constexpr int kFirstStages = kShort ? kStages : kAhead + 1;
   static_assert(2 * kAhead + 2 <= (kSpan == RingSpan::kGrid ? kGridExchanges : kExchanges));
   constexpr unsigned kXBytes =
