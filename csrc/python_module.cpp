@@ -93,6 +93,8 @@ py::dict describe_block(const Plan& plan) {
   result["cluster_size"] = plan.cluster_size;
   result["segments"] = plan.segments;
   result["vectorized"] = plan.vectorized;
+  result["in_grid"] = plan.in_grid;
+  result["exchange_warp"] = plan.exchange_warp;
   result["blocks"] = plan.blocks;
   result["workspace_bytes"] = plan.workspace_bytes;
   return result;
@@ -116,6 +118,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     result["rows_per_thread"] = plan.rows_per_thread;
     result["gathers"] = plan.gathers;
     result["more_warps"] = plan.more_warps;
+    result["rows_ahead"] = plan.rows_ahead;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
   }

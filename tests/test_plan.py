@@ -20,7 +20,7 @@ DIRECTIONS = ["forward", "backward"]
 # The fields that fix the order of summation of y and dx.
 SUMMATION = (
     "kernel", "chunks_per_thread", "columns_per_thread", "threads_per_row", "cluster_size",
-    "segments", "run_columns",
+    "in_grid", "segments", "run_columns",
 )  # fmt: skip
 # 16-bit rows that end within a chunk and yet are not taken by column: few of their lanes are idle,
 # or a cluster holds them.
@@ -260,8 +260,12 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             teams = 32 // threads  # in each of two warps
             assert plan["rows_per_block"] == 2 * teams * together, where
         assert 1 <= plan["blocks"] <= MOST_BLOCKS, where
-        in_grid = plan["cluster_size"] > 16
+        in_grid = plan["in_grid"]
         assert in_grid or plan["cluster_size"] in (*range(1, 9), 16), where
+        if plan["exchange_warp"]:
+            assert plan["kernel"] == "ring", where
+            assert plan["cluster_size"] > 1, where
+            assert block + 32 <= 512, "of 128 registers"
         assert not in_grid or plan["kernel"] == "ring", where
         assert not in_grid or plan["blocks"] <= min(gpu[0], 160), "all run at the same time"
         streams = plan["kernel"] == "ring" or (direction, plan["kernel"]) == (
@@ -269,6 +273,8 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             "elements",
         )
         assert plan["cluster_size"] <= 8 or streams, where
+        ahead = plan.get("rows_ahead", 1)
+        assert ahead == 1 or (ahead == 3 and in_grid and block <= 320), where
         if plan["kernel"] not in FEW and not streams:
             assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
         assert plan["kernel"] not in ("cluster", *FEW) or gpu[1] >= 90, where
@@ -347,8 +353,8 @@ def test_widths_of_the_ring(dtype: str) -> None:
         *((cols, {}) for cols in (2 * widest + 8, 300_001, 120 * 8192 + 8, 132 * 8192)),
     ):
         in_grid = plan(cols, **options)
-        assert in_grid["kernel"] == "ring"
-        assert 16 < in_grid["cluster_size"] <= in_grid["blocks"] <= 132
+        assert (in_grid["kernel"], in_grid["in_grid"]) == ("ring", True)
+        assert 8 < in_grid["cluster_size"] <= in_grid["blocks"] <= 132
         assert capacity(in_grid, dtype) >= cols
         assert plan(cols, whole_grids=False, **options)["kernel"] == "split"
     assert plan(132 * 8192 + 8)["kernel"] == "split"
@@ -802,7 +808,7 @@ def test_forward_workspace(dtype: str) -> None:
         expected = 0
         if plan["kernel"] == "split":
             expected = 2 * item * rows * plan["segments"]
-        elif plan["cluster_size"] > 16:
+        elif plan["in_grid"]:
             expected = GRID_WORDS * plan["blocks"]
         assert plan["workspace_bytes"] == expected, f"{rows} x {cols}"
 
@@ -852,7 +858,7 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
     for rows, cols in itertools.product(ROWS, COLS):
         without = _C.plan("backward", rows, cols, dtype, dw_db=False)
         assert (without["weight_grads"], without["partials"]) == ("none", 0)
-        in_grid = without["cluster_size"] > 16
+        in_grid = without["in_grid"]
         if without["kernel"] != "split":
             assert without["workspace_bytes"] == (GRID_WORDS * without["blocks"] if in_grid else 0)
         alone = _C.plan("backward", rows, cols, dtype, dx=False)

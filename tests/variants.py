@@ -24,7 +24,7 @@ Request = tuple[tuple[str, Any], ...]
 DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}  # float16 has bfloat16's plans
 # Of a row beyond a warp: where other instantiations begin, or other ways through them.
 MOST_THREADS = (256, 384, 10**9)
-GRID = 17  # blocks of a grid that runs as a whole; more are the same code
+GRID = 17  # blocks of a grid that runs as a whole, which are asked for so; others: the same code
 # Its blocks hold so few rows at once that they leave several partial sums of hundreds of rows.
 SHARES = {"kernel": "ring", "cluster_size": 60, "weight_grads": "fused"}
 FORWARD_REQUESTS: list[dict[str, Any]] = [
@@ -123,11 +123,11 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
     """What tells one instantiation, or one way through it, from another."""
     plan = _C.plan(direction, rows, cols, **call)
     threads = plan["threads_per_row"]
-    if plan["cluster_size"] >= GRID:  # of any size: the same code
+    if plan["in_grid"]:  # of any size: the same code
         threads = GRID * 32
     return (
         plan["kernel"],
-        min(plan["cluster_size"], GRID),
+        GRID if plan["in_grid"] else plan["cluster_size"],
         plan["chunks_per_thread"],
         threads if threads <= 32 else next(most for most in MOST_THREADS if threads <= most),
         plan.get("columns_per_thread"),
@@ -139,6 +139,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("brakes"),
         plan.get("run_columns", 0) > 0,
         plan.get("merged"),
+        plan.get("rows_ahead"),
     )
 
 

@@ -409,7 +409,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
 template <class X, class DY>
 cudaError_t stream_shares(const BackwardArgs& args, const BackwardPlan& plan, float* dw_partials,
                           float* db_partials, uint4* exchange, cudaStream_t stream) {
-  const int64_t launches = plan.cluster_size > kLargeClusterSize ? 1 : plan.shares;
+  const int64_t launches = plan.in_grid ? 1 : plan.shares;
   for (int64_t i = 0; i < launches; ++i) {
     const int64_t begin = args.rows * i / launches;
     BackwardArgs share = args;
@@ -439,10 +439,9 @@ template <class X>
 cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void* workspace,
                         cudaStream_t stream) {
   using A = Accumulator<X>;
-  const bool in_grid = plan.cluster_size > kLargeClusterSize;
   uint4* const exchange = static_cast<uint4*>(workspace);
   A* const dw_partials =
-      reinterpret_cast<A*>(exchange + (in_grid ? plan.blocks * kGridExchanges : 0));
+      reinterpret_cast<A*>(exchange + (plan.in_grid ? plan.blocks * kGridExchanges : 0));
   A* const db_partials = dw_partials + plan.partials * args.cols;
   Sums<A>* const segment_sums = reinterpret_cast<Sums<A>*>(db_partials + plan.partials * args.cols);
   return visit_other<X>(args.dy_dtype, [&](auto dy_type) {

@@ -218,10 +218,10 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
                             : threadIdx.x % kWarpSize;
   // A lane between two teams or behind the last one: as if its rows were beyond the last one.
   const bool idle = kShort && (lane >= lanes || team >= teams);
-  constexpr bool kGrid = kSpan == RingSpan::kGrid;
-  const int group = kShort ? warp : kGrid ? 0 : warp / p.warps;
+  constexpr bool kGrid = kSpan == RingSpan::kGrid, kCluster = kSpan == RingSpan::kCluster;
+  const int group = kShort ? warp : kGrid || kCluster ? 0 : warp / p.warps;
   const int row_warp = kShort ? 0 : warp - group * p.warps;
-  const int cluster_size = kGrid || kSpan == RingSpan::kCluster ? p.cluster_size : 1;
+  const int cluster_size = kGrid || kCluster ? p.cluster_size : 1;
   const int rank = static_cast<int>(blockIdx.x) % cluster_size;
   constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
   const int run_columns = kTail ? p.run_columns : kWarpColumns;
@@ -342,15 +342,23 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   Exchange exchange = [&] {
     if constexpr (kGrid) {
       return Exchange(storage, place_in_grid, row_warp, p.warps, lane);
+    } else if constexpr (kCluster) {
+      const bool served = blockDim.x > p.warps * kWarpSize;
+      return Exchange(storage, p.warps, cluster_size, served, row_warp, lane);
     } else {
       return Exchange(storage, p.warps, cluster_size, group, row_warp, lane);
     }
   }();
-  if constexpr (kSpan == RingSpan::kCluster) cluster_arrive();
-  if constexpr (kGrid) {
+  if constexpr (kCluster) cluster_arrive();
+  if constexpr (kGrid || kCluster) {
     if (warp == p.warps) {
-      cooperative_groups::this_grid().sync();
-      exchange.serve(place_in_grid, kAhead, count);
+      if constexpr (kGrid) {
+        cooperative_groups::this_grid().sync();
+        exchange.serve(place_in_grid, kAhead, count);
+      } else {
+        cluster_wait();
+        exchange.serve(count);
+      }
       return;
     }
   }
@@ -653,7 +661,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       pass_statistics(later_mean, later_rstd);
     }
   } else {
-    if constexpr (kSpan == RingSpan::kCluster) {
+    if constexpr (kCluster) {
       cluster_wait();
     } else if constexpr (kGrid) {
       cooperative_groups::this_grid().sync();
@@ -670,13 +678,13 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     };
     post_first(std::integral_constant<int, 0>(), slot);
     if constexpr (kAhead > 1) {
-      static_assert(kAhead == 3);
+      static_assert(kAhead == kGridAhead);
       post_first(std::integral_constant<int, 1>(), next_slot(slot));
       post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
     }
 #pragma unroll 1
     for (int s = kFirstStages; s < kStages; ++s) copy_row(ring + s * kStageBytes);
-    if constexpr (kSpan == RingSpan::kCluster) {
+    if constexpr (kCluster) {
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
         if (count > a) exchange.relay(a);
@@ -712,7 +720,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         if (i + kAhead < count) exchange.post(i + kAhead, half);
       };
       [[maybe_unused]] const auto relay_next = [&](bool early) {
-        if constexpr (kSpan == RingSpan::kCluster) {
+        if constexpr (kCluster) {
           if (early == relays_early && i + kAhead < count) exchange.relay(i + kAhead);
         }
       };
@@ -746,7 +754,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
     }
   }
   wait_copies<0>();
-  if constexpr (kSpan == RingSpan::kCluster) {
+  if constexpr (kCluster) {
     cluster_arrive();  // no block leaves before all have sent and received their sums
     cluster_wait();
   }
@@ -822,16 +830,11 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
         reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, kSpan == RingSpan::kCluster,
         prepared, sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
     if (error != cudaSuccess) return error;
-    if constexpr (kGrid) {  // and a warp for the exchange, if there is room for it
-      const int more = threads + kWarpSize <= kMaxThreadsPerRow ? kWarpSize : 0;
-      return Launch(plan.blocks, dim3(threads + more), stream)
-          .with_shared(bytes)
-          .together()(kernel, p);
-    } else {
-      return Launch(plan.blocks, dim3(threads), stream)
-          .with_shared(bytes)
-          .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
-    }
+    const int more = plan.exchange_warp ? kWarpSize : 0;
+    Launch launch(plan.blocks, dim3(threads + more), stream);
+    launch.with_shared(bytes);
+    return (kGrid ? launch.together() : launch.in_clusters(plan.cluster_size * plan.merged))(kernel,
+                                                                                             p);
   };
   const auto launch_span = [&](auto span, auto cached, auto chunks, auto whole_warps) {
     constexpr RingSpan kSpan = decltype(span)::value;
@@ -845,7 +848,7 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;
   const std::true_type cached, whole_warps;
-  if (plan.cluster_size > kLargeClusterSize) {
+  if (plan.in_grid) {
     if constexpr (std::is_same_v<X, DY>) {
       return launch_span(std::integral_constant<RingSpan, RingSpan::kGrid>(), cached, chunks,
                          whole_warps);

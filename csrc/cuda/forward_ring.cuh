@@ -42,6 +42,7 @@ struct ForwardRingParameters {
   float* rstd;
   int clusters;  // each with a row at a time
   int cluster_size;
+  int warps;          // kGrid: of a block, with columns
   int filled_blocks;  // those of a cluster that have columns
   uint4* exchange;    // kGrid: [clusters][kGridExchanges][cluster_size]
 };
@@ -49,14 +50,17 @@ struct ForwardRingParameters {
 constexpr int kForwardExchanges = 4;  // rows whose moments may be on their way at once
 constexpr int kForwardWarps = kMaxThreadsPerRow / kWarpSize;  // of a block
 
-constexpr int kForwardStages = 3;  // rows under way, those being summed and written among them
+// Rows under way, those being summed and written among them.
+template <int kAhead>
+constexpr int kForwardStages = kAhead + 2;
 
 // Granules of a row and warp. An unaligned row reaches into one more.
 template <bool kVectorized>
 constexpr int kForwardGranules = kWarpSize * kForwardChunks + (kVectorized ? 0 : 1);
 
-template <bool kVectorized>
-constexpr int kForwardRingBytes = kForwardStages * kForwardGranules<kVectorized> * kChunkBytes;
+template <bool kVectorized, int kAhead>
+constexpr int kForwardRingBytes =
+    kForwardStages<kAhead> * kForwardGranules<kVectorized> * kChunkBytes;
 
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
@@ -218,11 +222,20 @@ class GridMomentsExchange : public GridExchange {
     Set blocks[kMaxGridBlocks];
   };
 
-  // All threads of the block must come here, and then meet those of the whole grid.
-  __device__ __forceinline__ GridMomentsExchange(Storage& storage, const GridPlace& place, int warp)
-      : GridExchange(storage, place, blockDim.x / kWarpSize),
+  // All threads of the block must come here, and then meet those of the whole grid. `warps` that
+  // have columns, `size` of them each; `filled`: blocks that have columns.
+  __device__ __forceinline__ GridMomentsExchange(Storage& storage, const GridPlace& place, int warp,
+                                                 int warps, int size, int cols, float inverse_cols,
+                                                 int filled)
+      : GridExchange(storage, place, warps),
         blocks_(storage.blocks),
-        warp_(warp) {}
+        place_(place),
+        warp_(warp),
+        size_(size),
+        block_size_(warps * size),
+        cols_(cols),
+        inverse_cols_(inverse_cols),
+        filled_(filled) {}
 
   __device__ __forceinline__ void post(int row, const Set& moments) const {
     if (threadIdx.x % kWarpSize == 0) {
@@ -237,48 +250,55 @@ class GridMomentsExchange : public GridExchange {
     return {moments.x, moments.y};
   }
 
-  // What one warp does in each turn: see serve_turn. Of rows of `cols` columns, `size` to a warp;
-  // `filled`: blocks that have columns.
-  __device__ __forceinline__ void serve(const GridPlace& place, int row, int count, int cols,
-                                        int size, float inverse_cols, int filled) const {
-    const int block_size = blockDim.x / kWarpSize * size;
-    const auto pair = [](const Set& set) { return make_float2(set.mean, set.m2); };
-    serve_turn(
-        place, row + 1, row, count,
-        [&](float* numbers) {
-          const float block_cols = columns_of_set<float>(cols, block_size, place.rank);
-          return pair(merge_sets(sets(numbers), static_cast<int>(block_cols), size,
-                                 quotient(1.f, block_cols)));
-        },
-        [&](const GridWord(&words)[kWordsOfLane]) {
-#pragma unroll
-          for (int j = 0; j < kWordsOfLane; ++j) {
-            const int block = threadIdx.x % kWarpSize + j * kWarpSize;
-            if (block < filled) blocks_[block] = {words[j].first, words[j].second};
-          }
-          __syncwarp();
-          return pair(merge_many_sets(blocks_, filled, cols, block_size, inverse_cols));
-        });
+  __device__ __forceinline__ void serve(int ahead, int count) const {
+    GridExchange::serve(
+        place_, ahead, count, [&](float* numbers) { return of_warps(numbers); },
+        [&](const GridWord(&words)[kWordsOfLane]) { return of_blocks(words); });
+  }
+  __device__ __forceinline__ void serve_turn(int told, int row, int count) const {
+    GridExchange::serve_turn(
+        place_, told, row, count, [&](float* numbers) { return of_warps(numbers); },
+        [&](const GridWord(&words)[kWordsOfLane]) { return of_blocks(words); });
   }
 
  private:
   Set* const blocks_;
-  const int warp_;
+  const GridPlace place_;
+  const int warp_, size_, block_size_, cols_;
+  const float inverse_cols_;
+  const int filled_;
 
   static __device__ __forceinline__ Set* sets(float* first) {
     return reinterpret_cast<Set*>(first);
   }
+  __device__ __forceinline__ float2 of_warps(float* numbers) const {
+    const float block_cols = columns_of_set<float>(cols_, block_size_, place_.rank);
+    const Set set =
+        merge_sets(sets(numbers), static_cast<int>(block_cols), size_, quotient(1.f, block_cols));
+    return make_float2(set.mean, set.m2);
+  }
+  __device__ __forceinline__ float2 of_blocks(const GridWord (&words)[kWordsOfLane]) const {
+#pragma unroll
+    for (int j = 0; j < kWordsOfLane; ++j) {
+      const int block = threadIdx.x % kWarpSize + j * kWarpSize;
+      if (block < filled_) blocks_[block] = {words[j].first, words[j].second};
+    }
+    __syncwarp();
+    const Set set = merge_many_sets(blocks_, filled_, cols_, block_size_, inverse_cols_);
+    return make_float2(set.mean, set.m2);
+  }
 };
 
-// kGrid: instead of a cluster, blocks of a grid that runs as a whole.
-template <class X, bool kVectorized, bool kGrid>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+// kGrid: instead of a cluster, blocks of a grid that runs as a whole. kAhead: rows whose moments
+// are posted before a row is written.
+template <class X, bool kVectorized, bool kGrid, int kAhead>
+__global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxThreadsPerRow, 1)
     forward_ring(const ForwardRingParameters<X> p) {
   if (!kStreams) return;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kChunks = kForwardChunks;
-  constexpr int kStages = kForwardStages;
+  constexpr int kStages = kForwardStages<kAhead>;
   constexpr unsigned kStageBytes = kForwardGranules<kVectorized> * kChunkBytes;
   constexpr unsigned kStep = kWarpSize * kChunkBytes;  // between a lane's chunks
   constexpr int kTogether = 2;  // chunks of an unaligned row that are shifted together
@@ -299,7 +319,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   // Whichever of the two spills less, in 16-bit rows.
   const int lane = kGrid && kAsks ? lane_index() : threadIdx.x % kWarpSize;
   const int rank = kGrid ? static_cast<int>(blockIdx.x) % p.cluster_size : cluster_rank();
-  const int begin = (rank * static_cast<int>(blockDim.x / kWarpSize) + warp) * RowSpan::kSize;
+  const int warps = kGrid ? p.warps : static_cast<int>(blockDim.x / kWarpSize);
+  const int begin = (rank * warps + warp) * RowSpan::kSize;
   const RowSpan span{begin, p.cols - begin, lane};
   const bool whole = span.whole();
   const int run = max(0, min(span.cols, RowSpan::kSize));  // columns of the warp
@@ -308,8 +329,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int first = blockIdx.x / p.cluster_size;
   const int count = static_cast<int>((p.rows - 1 - first) / p.clusters) + 1;
 
-  const unsigned ring =
-      shared_address(ring_memory) + warp * kForwardRingBytes<kVectorized> + lane * kChunkBytes;
+  const unsigned ring = shared_address(ring_memory) +
+                        warp * kForwardRingBytes<kVectorized, kAhead> + lane * kChunkBytes;
   const auto next_slot = [&](unsigned slot) {
     slot += kStageBytes;
     return slot == ring + kStages * kStageBytes ? ring : slot;
@@ -368,12 +389,21 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
                                          p.cluster_size, rank};
   Exchange exchange = [&] {
     if constexpr (kGrid) {
-      return Exchange(storage, place, warp);
+      return Exchange(storage, place, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols,
+                      p.filled_blocks);
     } else {
       return Exchange(storage, warp, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
     }
   }();
-  if constexpr (!kGrid) cluster_arrive();
+  if constexpr (kGrid) {
+    if (warp == warps) {
+      cooperative_groups::this_grid().sync();
+      exchange.serve(kAhead, count);
+      return;
+    }
+  } else {
+    cluster_arrive();
+  }
   Chunk weight[kChunks], bias[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -481,28 +511,40 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     cluster_wait();
   }
   unsigned slot = ring;
-  wait_copies<kStages - 1>();
-  exchange.post(0, moments_of(slot));
-  [[maybe_unused]] const auto serve = [&](int i) {
-    if constexpr (kGrid) {
-      if (warp == 0) {
-        exchange.serve(place, i, count, p.cols, RowSpan::kSize, p.inverse_cols, p.filled_blocks);
-      }
+  const auto post_first = [&](auto first, unsigned from) {
+    constexpr int kFirst = decltype(first)::value;
+    if (kFirst == 0 || count > kFirst) {
+      wait_copies<kStages - 1 - kFirst>();
+      exchange.post(kFirst, moments_of(from));
     }
   };
+  post_first(std::integral_constant<int, 0>(), slot);
+  if constexpr (kAhead > 1) {
+    static_assert(kAhead == kGridAhead);
+    post_first(std::integral_constant<int, 1>(), next_slot(slot));
+    post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
+  }
+  // Where there is no room for a warp that does nothing else.
+  [[maybe_unused]] const bool serves = kGrid && warp == 0 && blockDim.x == warps * kWarpSize;
   if constexpr (kGrid) {
-    serve(-1);
+#pragma unroll 1
+    for (int a = 0; a < kAhead; ++a) {
+      if (serves) exchange.serve_turn(a, -1, count);
+    }
   } else {
     exchange.relay(0);
   }
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const unsigned next = next_slot(slot);
-    if (i + 1 < count) {
-      wait_copies<kStages - 2>();
-      exchange.post(i + 1, moments_of(next));
+    if (i + kAhead < count) {
+      const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
+      wait_copies<kStages - 1 - kAhead>();
+      exchange.post(i + kAhead, moments_of(ahead));
     }
-    serve(i);
+    if constexpr (kGrid) {
+      if (serves) exchange.serve_turn(i + kAhead, i, count);
+    }
     write_row(slot, i, exchange.collect(i));
     copy_row(slot, i + kStages);
     if constexpr (!kGrid) {
@@ -517,22 +559,21 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   }
 }
 
-template <class X, bool kVectorized>
-cudaError_t launch_clusters(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
-                            cudaStream_t stream) {
-  const bool in_grid = plan.cluster_size > kLargeClusterSize;
-  const auto kernel =
-      in_grid ? forward_ring<X, kVectorized, true> : forward_ring<X, kVectorized, false>;
-  constexpr int kWarpBytes = kForwardRingBytes<kVectorized>;
-  static std::atomic<uint64_t> prepared[2];  // a bit per device
+template <class X, bool kVectorized, bool kGrid, int kAhead>
+cudaError_t launch_ring(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
+                        cudaStream_t stream) {
+  const auto kernel = forward_ring<X, kVectorized, kGrid, kAhead>;
+  constexpr int kWarpBytes = kForwardRingBytes<kVectorized, kAhead>;
+  constexpr int kMostWarps = kAhead > 1 ? kAheadThreads / kWarpSize : kForwardWarps;
+  if (p.warps > kMostWarps) return cudaErrorInvalidValue;
+  static std::atomic<uint64_t> prepared{0};  // a bit per device
   const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
-                                         kForwardWarps * kWarpBytes, !in_grid, prepared[in_grid]);
+                                         kMostWarps * kWarpBytes, !kGrid, prepared);
   if (error != cudaSuccess) return error;
-  const dim3 threads(plan.threads_per_row);
-  const int bytes = plan.threads_per_row / kWarpSize * kWarpBytes;
+  const dim3 threads(plan.threads_per_row + (plan.exchange_warp ? kWarpSize : 0));
   Launch launch(plan.blocks, threads, stream);
-  launch.with_shared(bytes);
-  return (in_grid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
+  launch.with_shared(p.warps * kWarpBytes);
+  return (kGrid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
 }
 
 // Rows of X whose y, weight and bias have the same dtype.
@@ -557,10 +598,16 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.x_step = p.clusters * args.x_row_stride * static_cast<int64_t>(sizeof(X));
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
   p.cluster_size = plan.cluster_size;
+  p.warps = plan.threads_per_row / kWarpSize;
   const int block_cols = plan.threads_per_row * kForwardChunks * kChunkColumns<X>;
   p.filled_blocks = (p.cols - 1) / block_cols + 1;
-  return plan.vectorized ? launch_clusters<X, true>(p, plan, stream)
-                         : launch_clusters<X, false>(p, plan, stream);
+  const auto launch = [&](auto vectorized) {
+    constexpr bool kVectorized = decltype(vectorized)::value;
+    if (!plan.in_grid) return launch_ring<X, kVectorized, false, 1>(p, plan, stream);
+    return plan.rows_ahead > 1 ? launch_ring<X, kVectorized, true, kGridAhead>(p, plan, stream)
+                               : launch_ring<X, kVectorized, true, 1>(p, plan, stream);
+  };
+  return plan.vectorized ? launch(std::true_type()) : launch(std::false_type());
 }
 
 }  // namespace fastnorm::cuda

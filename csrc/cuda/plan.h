@@ -3,9 +3,9 @@
 //
 // Words: a *chunk* is 16 bytes of x (8 columns of a 16-bit row) and always belongs to one thread,
 // whatever the row's alignment. A row is held by `threads_per_row` threads of each of
-// `cluster_size` blocks: of a cluster, or, if they are more than kLargeClusterSize, of a grid that
-// runs as a whole. In the forward a warp holds neighbouring chunks and its lane l the chunks
-// l, l + 32, and so on of them; in the backward thread t owns the chunks t, t + threads_per_row.
+// `cluster_size` blocks: of a cluster, or of a grid that runs as a whole. In the forward a warp
+// holds neighbouring chunks and its lane l the chunks l, l + 32, and so on of them; in the backward
+// thread t owns the chunks t, t + threads_per_row.
 //
 // What fixes the order of summation of y and dx (kernel, chunks_per_thread, columns_per_thread,
 // threads_per_row, cluster_size, segments, run_columns) depends on the row's width, the dtypes and
@@ -71,6 +71,8 @@ constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
 constexpr int kMaxGridThreads = 480;     // of a row in a block of such a grid, beside another warp
+constexpr int kGridAhead = 3;            // rows that it sums before the one that is finished, and
+constexpr int kAheadThreads = 320;       // of a row in a block whose ring in the forward has room
 constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid that runs as a whole
 constexpr int kGridExchanges = 8;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows
@@ -145,6 +147,9 @@ struct ForwardPlan {
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
   bool gathers = false;     // kShortRows: a warp writes its rows together
   bool more_warps = false;  // kRows: lanes are idle, so that registers are better spent on warps
+  bool in_grid = false;     // as in BackwardPlan
+  bool exchange_warp = false;
+  int rows_ahead = 1;  // kRing: whose moments are asked for before a row is written
   int64_t blocks = 0;
   int shared_bytes = 0;  // of each block, for chunks and for rows that are not aligned
   int64_t workspace_bytes = 0;
@@ -175,7 +180,11 @@ struct BackwardPlan {
   bool vectorized = false;
   bool packed = false;  // rows in a part of a warp follow each other without idle lanes
   bool brakes = false;  // kRing: each turn waits for the next row's statistics, to ask for less
-  bool dx = true;       // false: dw and db alone are asked for, and no dx kernel runs
+  // kRing: the blocks that hold a row are no cluster but those of a grid that runs as a whole; and
+  // each has a warp more, which only exchanges sums.
+  bool in_grid = false;
+  bool exchange_warp = false;
+  bool dx = true;  // false: dw and db alone are asked for, and no dx kernel runs
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide

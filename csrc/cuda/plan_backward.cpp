@@ -311,7 +311,6 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     plan_weight_grads(plan, problem, chunks, groups, streams, device, request);
   }
 
-  const bool in_grid = plan.cluster_size > kLargeClusterSize;
   const int64_t accumulator_bytes = size_in_bytes(accumulation_dtype(problem.x_dtype));
   if (problem.dx) {
     // Persistent blocks keep weight, dw and db in registers from row to row; a segment has no such
@@ -319,7 +318,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     const int64_t working = plan.kernel == Kernel::kSplit ? groups.all
                             : plan.weight_grads == WeightGrads::kFused
                                 ? plan.partials * plan.merged / plan.shares
-                            : streams && !in_grid && groups.all < 2 * groups.resident
+                            : streams && !plan.in_grid && groups.all < 2 * groups.resident
                                 ? groups.all
                                 : std::min(groups.all, (streams ? 1 : 2) * groups.resident);
     plan.blocks = working * plan.segments * plan.cluster_size;
@@ -328,7 +327,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
     plan.workspace_bytes += 2 * accumulator_bytes * problem.rows * plan.segments;
   }
   plan.workspace_bytes += 2 * accumulator_bytes * plan.partials * problem.cols;
-  if (in_grid) plan.workspace_bytes += grid_exchange_bytes(plan.blocks);
+  if (plan.in_grid) plan.workspace_bytes += grid_exchange_bytes(plan.blocks);
   return plan;
 }
 

@@ -216,8 +216,11 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   if (!problem.one_dtype || !can_stream(problem.x_dtype, device)) return std::nullopt;
   const int64_t most = block_chunks(kForwardChunks);
   const bool large = device.large_clusters > 0;
-  if (asks_for_grid(request) || chunks > most * (large ? kLargeClusterSize : kMaxClusterSize)) {
-    return grid_shape(ceil_div(chunks, kForwardChunks), kMaxThreadsPerRow, device, request);
+  const int64_t largest = large ? kLargeClusterSize : kMaxClusterSize;
+  if (asks_for_grid(request) || chunks > most * largest) {
+    const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
+    const int threads = by_memory ? kAheadThreads : kMaxGridThreads;
+    return grid_shape(ceil_div(chunks, kForwardChunks), threads, device, request);
   }
   const int size = forward_ring_size(problem, chunks, most, request);
   return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
@@ -393,6 +396,9 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = shape.cluster_size;
   plan.threads_per_row = shape.threads;
+  plan.in_grid = shape.grid_rows > 0;
+  plan.exchange_warp = plan.in_grid && shape.threads + kWarpSize <= kMaxThreadsPerRow;
+  plan.rows_ahead = plan.in_grid && shape.threads <= kAheadThreads ? kGridAhead : 1;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   constexpr int64_t kFewTurns = 8;

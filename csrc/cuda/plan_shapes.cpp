@@ -69,7 +69,7 @@ std::optional<RingShape> grid_shape(int64_t threads, int64_t block_threads,
                                     const DeviceProperties& device, const PlanRequest& request) {
   const int64_t all = device.whole_grids ? std::min(kMaxGridBlocks, device.sm_count) : 0;
   if (threads > all * block_threads) block_threads = kMaxThreadsPerRow;
-  int64_t least = std::max<int64_t>(kLargeClusterSize + 1, ceil_div(threads, block_threads));
+  int64_t least = ceil_div(threads, block_threads);
   if (asks_for_grid(request)) least = std::max<int64_t>(least, *request.cluster_size);
   if (least > all) return std::nullopt;
   const int64_t rows = all / least;

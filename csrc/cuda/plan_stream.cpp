@@ -560,6 +560,7 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
   plan.cluster_size = shape.cluster_size;
+  plan.in_grid = shape.grid_rows > 0;
   plan.run_columns = shape.run_columns;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool in_cluster = shape.cluster_size > 1;
@@ -568,6 +569,9 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const int stream_threads = ring_threads(problem.x_dtype);
   // Blocks of a cluster on a multiprocessor, or rows of a block.
   const int64_t blocks_together = std::max(1, stream_threads / shape.threads);
+  plan.exchange_warp =
+      in_cluster &&
+      (shape.threads + kWarpSize) * (plan.in_grid ? 1 : blocks_together) <= kMaxThreadsPerRow;
   const int64_t most_threads = !is_16_bit                                  ? kMostCachedThreads
                                : plan.vectorized && has_one_dtype(problem) ? kMaxRingThreads
                                                                            : kMaxThreadsPerRow;

@@ -100,9 +100,10 @@ class RingExchange : public BlockExchange<kRingWarps, kKeepsLane> {
   __device__ __forceinline__ void relay(int) const {}
 };
 
-// Between blocks of a cluster: one warp of each, by turns, adds up what all have posted and sends
-// it to all blocks. (Sent by every warp to all blocks and added up by every warp, 2048 x 65537
-// bfloat16 took 280 us on an H200, 257 us so, 10699 x 12544 208 us and 204 us.)
+// Between blocks of a cluster: one warp of each adds up what all have posted and sends it to all
+// blocks. It is one that does nothing else, which also adds up what blocks send, where there is
+// room for it, or else each by turns. (Sent by every warp to all blocks and added up by every warp,
+// 2048 x 65537 bfloat16 took 280 us on an H200, 257 us so, 10699 x 12544 208 us and 204 us.)
 template <bool kKeepsLane>
 class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKeepsLane> {
   using Base = BlockExchange<1, kKeepsLane>;
@@ -111,26 +112,65 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
   struct Storage : Base::Storage {
     alignas(16) float blocks[kExchanges][2 * kLargeClusterSize];  // two sums of each
     uint64_t arrived[kExchanges];
+    uint64_t collected[kExchanges];
+    float2 rows[kExchanges];  // the sums that a warp of its own has collected
   };
 
-  __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size, int,
-                                          int warp, int lane = 0)
+  // `served`: by a warp of its own.
+  __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size,
+                                          bool served, int warp, int lane = 0)
       : Base(storage, warps, 0, warp, lane),
+        storage_(storage),
         pairs_(shared_address(&storage.blocks)),
         warps_(warps),
-        cluster_size_(cluster_size) {
+        cluster_size_(cluster_size),
+        served_(served) {
     float* const all = &storage.blocks[0][0];
     constexpr int kAll = kExchanges * 2 * kLargeClusterSize;
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
     if (threadIdx.x < kExchanges) {
       init_barrier(barrier(threadIdx.x), 1);  // one thread arrives, for the bytes
+      init_barrier(collected(threadIdx.x), 1);
       publish_barriers();
     }
   }
 
   // After post, at a warp's convenience.
   __device__ __forceinline__ void relay(int row) const {
-    if (row % warps_ != this->warp_) return;
+    if (!served_ && row % warps_ == this->warp_) send(row);
+  }
+
+  // The sums of a row that all blocks relay.
+  __device__ __forceinline__ Sums<float> fetch_sums(int row) const {
+    const int turn = row % kExchanges;
+    if (!served_) return receive(row);
+    wait_barrier<false>(collected(turn), row / kExchanges % 2);
+    const volatile float2& sums = storage_.rows[turn];
+    return {sums.x, sums.y};
+  }
+
+  // What a warp of its own does for `count` rows.
+  __device__ __forceinline__ void serve(int count) const {
+    send(0);
+#pragma unroll 1
+    for (int row = 0; row < count; ++row) {
+      const Sums<float> sums = receive(row);
+      if (this->lane() == 0) {
+        storage_.rows[row % kExchanges] = make_float2(sums.xhat_wdy, sums.wdy);
+        arrive(collected(row % kExchanges));
+      }
+      if (row + 1 < count) send(row + 1);
+    }
+  }
+
+ private:
+  static constexpr unsigned kTurnBytes = 2 * kLargeClusterSize * sizeof(float);
+  Storage& storage_;
+  unsigned pairs_;
+  int warps_, cluster_size_;
+  bool served_;
+
+  __device__ __forceinline__ void send(int row) const {
     const Sums<float> sums = this->merge(this->fetch(row));
     const int lane = this->lane();
     const int turn = row % kExchanges;
@@ -145,23 +185,19 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
     }
   }
 
-  // The sums of a row that all blocks relay.
-  __device__ __forceinline__ Sums<float> fetch_sums(int row) const {
+  __device__ __forceinline__ Sums<float> receive(int row) const {
     const int turn = row % kExchanges;
     wait_barrier<true>(barrier(turn), row / kExchanges % 2);
     return sum_block_pairs(pairs_of(turn), cluster_size_);
   }
-
- private:
-  static constexpr unsigned kTurnBytes = 2 * kLargeClusterSize * sizeof(float);
-  unsigned pairs_;
-  int warps_, cluster_size_;
-
   __device__ __forceinline__ unsigned pairs_of(int turn) const {
     return pairs_ + turn * kTurnBytes;
   }
   __device__ __forceinline__ unsigned barrier(int turn) const {
     return pairs_ + kExchanges * kTurnBytes + turn * static_cast<unsigned>(sizeof(uint64_t));
+  }
+  __device__ __forceinline__ unsigned collected(int turn) const {
+    return barrier(kExchanges + turn);
   }
 };
 

@@ -14,7 +14,7 @@ constexpr int kRingWarps = kMaxRingThreads / kWarpSize;  // of a block
 // a row does: 192 x 1000000 bfloat16 took 362 us on an H200 with one, 328 us with two and 313 us
 // with three of six stages. (In clusters two are no better than one.)
 template <class X, RingSpan kSpan>
-constexpr int kRingAhead = kSpan == RingSpan::kGrid && kIs16Bit<X> ? 3 : 1;
+constexpr int kRingAhead = kSpan == RingSpan::kGrid && kIs16Bit<X> ? kGridAhead : 1;
 
 // Rows under way per group, those being summed and finished among them. More are no gain: at 16384
 // x 8192 bfloat16 4 gave .92 of an elementwise sum, 3 .91; at 8192 x 16384 both .885, 2 only .71.
