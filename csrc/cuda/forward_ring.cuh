@@ -42,7 +42,8 @@ struct ForwardRingParameters {
   float* rstd;
   int clusters;  // each with a row at a time
   int cluster_size;
-  int warps;          // kGrid: of a block, with columns
+  int warps;          // of a block, with columns
+  bool served;        // whether another exchanges moments
   int filled_blocks;  // those of a cluster that have columns
   uint4* exchange;    // kGrid: [clusters][kGridExchanges][cluster_size]
 };
@@ -115,7 +116,9 @@ __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int
   }
 }
 
-// The exchange of a row's moments within its cluster.
+// The exchange of a row's moments within its cluster. One warp of each block merges what all have
+// posted and sends it to all blocks: one that does nothing else, which also merges what blocks
+// send, where there is room for it, or else each by turns.
 class MomentsExchange {
  public:
   using Set = SetMoments<float>;
@@ -124,17 +127,21 @@ class MomentsExchange {
     // [exchange][warp of the block] and [exchange][block of the cluster]: a mean and an m2 each
     alignas(16) float warps[kForwardExchanges][kForwardWarps][2];
     float blocks[kForwardExchanges][kLargeClusterSize][2];
+    float rows[kForwardExchanges][2];  // that a warp of its own has collected
     uint64_t warp_barriers[kForwardExchanges];
     uint64_t block_barriers[kForwardExchanges];
+    uint64_t row_barriers[kForwardExchanges];
   };
 
   // All threads of the block must come here, and then meet at a barrier of the cluster.
-  // `size`: columns of a warp.
-  __device__ __forceinline__ MomentsExchange(Storage& storage, int warp, int size, int cols,
-                                             float inverse_cols, int cluster_size)
+  // `size`: columns of a warp. `served`: by a warp of its own, beside the `warps`.
+  __device__ __forceinline__ MomentsExchange(Storage& storage, bool served, int warp, int warps,
+                                             int size, int cols, float inverse_cols,
+                                             int cluster_size)
       : storage_(storage),
+        served_(served),
         warp_(warp),
-        warps_(blockDim.x / kWarpSize),
+        warps_(warps),
         size_(size),
         cols_(cols),
         inverse_cols_(inverse_cols),
@@ -144,6 +151,7 @@ class MomentsExchange {
       for (int i = 0; i < kForwardExchanges; ++i) {
         init_barrier(shared_address(&storage.warp_barriers[i]), warps_);
         init_barrier(shared_address(&storage.block_barriers[i]), 1);
+        init_barrier(shared_address(&storage.row_barriers[i]), 1);
       }
       publish_barriers();
     }
@@ -165,9 +173,48 @@ class MomentsExchange {
     }
   }
 
-  // After post and before collect: one warp sends what all have posted.
+  // After post and before collect.
   __device__ __forceinline__ void relay(int row) const {
-    if (row % warps_ != warp_) return;
+    if (!served_ && row % warps_ == warp_) send(row);
+  }
+
+  // The moments of a row.
+  __device__ __forceinline__ Set collect(int row) const {
+    const int turn = row % kForwardExchanges;
+    if (!served_) return receive(row);
+    wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), phase(row));
+    const volatile float* const moments = storage_.rows[turn];
+    return {moments[0], moments[1]};
+  }
+
+  // What a warp of its own does for `count` rows.
+  __device__ __forceinline__ void serve(int count) const {
+    send(0);
+#pragma unroll 1
+    for (int row = 0; row < count; ++row) {
+      const int turn = row % kForwardExchanges;
+      const Set moments = receive(row);
+      if (threadIdx.x % kWarpSize == 0) {
+        *sets(storage_.rows[turn]) = moments;
+        arrive(shared_address(&storage_.row_barriers[turn]));
+      }
+      if (row + 1 < count) send(row + 1);
+    }
+  }
+
+ private:
+  Storage& storage_;
+  const bool served_;
+  const int warp_, warps_, size_, cols_;
+  const float inverse_cols_;
+  const int cluster_size_;
+
+  static __device__ __forceinline__ Set* sets(float* first) {
+    return reinterpret_cast<Set*>(first);
+  }
+  static __device__ __forceinline__ int phase(int row) { return row / kForwardExchanges % 2; }
+
+  __device__ __forceinline__ void send(int row) const {
     const int turn = row % kForwardExchanges;
     const int lane = threadIdx.x % kWarpSize;
     const int rank = cluster_rank();
@@ -194,26 +241,14 @@ class MomentsExchange {
     __syncwarp();  // all lanes have read the sets before lane 0 posts again
   }
 
-  // The moments of a row.
-  __device__ __forceinline__ Set collect(int row) const {
+  __device__ __forceinline__ Set receive(int row) const {
     const int turn = row % kForwardExchanges;
     wait_barrier<true>(shared_address(&storage_.block_barriers[turn]), phase(row));
     return merge_sets(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
   }
-
- private:
-  Storage& storage_;
-  const int warp_, warps_, size_, cols_;
-  const float inverse_cols_;
-  const int cluster_size_;
-
-  static __device__ __forceinline__ Set* sets(float* first) {
-    return reinterpret_cast<Set*>(first);
-  }
-  static __device__ __forceinline__ int phase(int row) { return row / kForwardExchanges % 2; }
 };
 
-// The same between blocks of a grid that runs as a whole.
+// The same between blocks of a grid that runs as a whole, each of which has a warp for it.
 class GridMomentsExchange : public GridExchange {
  public:
   using Set = SetMoments<float>;
@@ -255,11 +290,6 @@ class GridMomentsExchange : public GridExchange {
         place_, ahead, count, [&](float* numbers) { return of_warps(numbers); },
         [&](const GridWord(&words)[kWordsOfLane]) { return of_blocks(words); });
   }
-  __device__ __forceinline__ void serve_turn(int told, int row, int count) const {
-    GridExchange::serve_turn(
-        place_, told, row, count, [&](float* numbers) { return of_warps(numbers); },
-        [&](const GridWord(&words)[kWordsOfLane]) { return of_blocks(words); });
-  }
 
  private:
   Set* const blocks_;
@@ -284,7 +314,10 @@ class GridMomentsExchange : public GridExchange {
       if (block < filled_) blocks_[block] = {words[j].first, words[j].second};
     }
     __syncwarp();
-    const Set set = merge_many_sets(blocks_, filled_, cols_, block_size_, inverse_cols_);
+    // In the same order as those of a cluster.
+    const Set set = filled_ <= kLargeClusterSize
+                        ? merge_sets(blocks_, cols_, block_size_, inverse_cols_)
+                        : merge_many_sets(blocks_, filled_, cols_, block_size_, inverse_cols_);
     return make_float2(set.mean, set.m2);
   }
 };
@@ -316,10 +349,10 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   // ptxas knows that warps are whole; but 4096 x 50257 bfloat16 .78 and .83.
   constexpr bool kAsks = !kVectorized || (kGrid && kIs16Bit<X>);
   const int warp = kAsks ? warp_index() : threadIdx.x / kWarpSize;
-  // Whichever of the two spills less, in 16-bit rows.
-  const int lane = kGrid && kAsks ? lane_index() : threadIdx.x % kWarpSize;
+  // Spills less, in 16-bit rows.
+  const int lane = kAsks ? lane_index() : threadIdx.x % kWarpSize;
   const int rank = kGrid ? static_cast<int>(blockIdx.x) % p.cluster_size : cluster_rank();
-  const int warps = kGrid ? p.warps : static_cast<int>(blockDim.x / kWarpSize);
+  const int warps = p.warps;
   const int begin = (rank * warps + warp) * RowSpan::kSize;
   const RowSpan span{begin, p.cols - begin, lane};
   const bool whole = span.whole();
@@ -392,17 +425,20 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
       return Exchange(storage, place, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols,
                       p.filled_blocks);
     } else {
-      return Exchange(storage, warp, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
+      return Exchange(storage, p.served, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols,
+                      p.cluster_size);
     }
   }();
-  if constexpr (kGrid) {
-    if (warp == warps) {
+  if constexpr (!kGrid) cluster_arrive();
+  if (warp == warps) {
+    if constexpr (kGrid) {
       cooperative_groups::this_grid().sync();
       exchange.serve(kAhead, count);
-      return;
+    } else {
+      cluster_wait();
+      exchange.serve(count);
     }
-  } else {
-    cluster_arrive();
+    return;
   }
   Chunk weight[kChunks], bias[kChunks];
 #pragma unroll
@@ -478,8 +514,11 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
-    if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
-      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
+    // (In a grid rank and first row, kept until here, take registers that are not there.)
+    const int first_of_block = static_cast<int>(blockIdx.x) / p.cluster_size;
+    const int rank_of_block = static_cast<int>(blockIdx.x) % p.cluster_size;
+    if (threadIdx.x == 0 && (kGrid ? rank_of_block : rank) == 0) {
+      const int64_t row = first_of_block + static_cast<int64_t>(i) * p.clusters;
       p.mean[row] = moments.mean;
       p.rstd[row] = rstd;
     }
@@ -524,16 +563,7 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
     post_first(std::integral_constant<int, 1>(), next_slot(slot));
     post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
   }
-  // Where there is no room for a warp that does nothing else.
-  [[maybe_unused]] const bool serves = kGrid && warp == 0 && blockDim.x == warps * kWarpSize;
-  if constexpr (kGrid) {
-#pragma unroll 1
-    for (int a = 0; a < kAhead; ++a) {
-      if (serves) exchange.serve_turn(a, -1, count);
-    }
-  } else {
-    exchange.relay(0);
-  }
+  if constexpr (!kGrid) exchange.relay(0);
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const unsigned next = next_slot(slot);
@@ -541,9 +571,6 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
       const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
       wait_copies<kStages - 1 - kAhead>();
       exchange.post(i + kAhead, moments_of(ahead));
-    }
-    if constexpr (kGrid) {
-      if (serves) exchange.serve_turn(i + kAhead, i, count);
     }
     write_row(slot, i, exchange.collect(i));
     copy_row(slot, i + kStages);
@@ -565,7 +592,7 @@ cudaError_t launch_ring(const ForwardRingParameters<X>& p, const ForwardPlan& pl
   const auto kernel = forward_ring<X, kVectorized, kGrid, kAhead>;
   constexpr int kWarpBytes = kForwardRingBytes<kVectorized, kAhead>;
   constexpr int kMostWarps = kAhead > 1 ? kAheadThreads / kWarpSize : kForwardWarps;
-  if (p.warps > kMostWarps) return cudaErrorInvalidValue;
+  if (p.warps > kMostWarps || (kGrid && !p.served)) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> prepared{0};  // a bit per device
   const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
                                          kMostWarps * kWarpBytes, !kGrid, prepared);
@@ -599,6 +626,7 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
   p.cluster_size = plan.cluster_size;
   p.warps = plan.threads_per_row / kWarpSize;
+  p.served = plan.exchange_warp;
   const int block_cols = plan.threads_per_row * kForwardChunks * kChunkColumns<X>;
   p.filled_blocks = (p.cols - 1) / block_cols + 1;
   const auto launch = [&](auto vectorized) {

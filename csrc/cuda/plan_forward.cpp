@@ -185,6 +185,8 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
   return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
+constexpr int64_t kFewTurns = 8;  // of the blocks that hold a row
+
 // The blocks that hold a row of `chunks` of which a block holds `most`, in the ring.
 //
 // Uneven rows are held by three or five blocks where those are not too large. Of a copy, by four or
@@ -208,22 +210,49 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
   return choose_cluster_size(chunks, most, request);
 }
 
+// Whether a 16-bit type's rows end within a chunk where memory is fast: then instructions set the
+// pace of long ones, which are rather in many warps on all multiprocessors.
+bool are_slowed_by_instructions(const ForwardProblem& problem, const DeviceProperties& device) {
+  return is_uneven(problem) && size_in_bytes(problem.x_dtype) == 2 && !has_slow_memory(device);
+}
+
 // The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
 // none where rows cannot be streamed so.
+//
+// In a grid aligned rows and those of float32 have blocks whose ring has room for three more. Of a
+// copy on an H200, by blocks of up to 512 threads, of which the first warp exchanged moments, and
+// so: 192 x 1000000 bfloat16 .76 and .885 (480 threads, one row more .83, 384, two rows .81),
+// float32 64 x 1000000 .78 and .885, 64 x 1000001 .63 and .81; but 200 x 600001 bfloat16 .73 and
+// .65.
+//
+// Rows slowed by instructions are in a grid instead of a cluster of 16 blocks, of which seven run:
+// 447 x 300001 .64 and, by 13 times ten blocks, .78, but on an H100 .91 and .86. And so are, if
+// they are many, those of three and five blocks, which order their sums in the same way there:
+// 65537 .74 and .77, 80001 .72 and .77, 90001 .75 and .75, 140001 .73 and .785; but by four blocks
+// 98001 .78 and .755, by eight and seven 200001 .77 and .74.
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
                                             const DeviceProperties& device,
                                             const PlanRequest& request) {
   if (!problem.one_dtype || !can_stream(problem.x_dtype, device)) return std::nullopt;
   const int64_t most = block_chunks(kForwardChunks);
   const bool large = device.large_clusters > 0;
-  const int64_t largest = large ? kLargeClusterSize : kMaxClusterSize;
-  if (asks_for_grid(request) || chunks > most * largest) {
+  const bool held = chunks <= most * (large ? kLargeClusterSize : kMaxClusterSize);
+  const bool slowed = are_slowed_by_instructions(problem, device) && !request.cluster_size;
+  if (asks_for_grid(request) || !held || (slowed && chunks > most * kMaxClusterSize)) {
     const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
     const int threads = by_memory ? kAheadThreads : kMaxGridThreads;
-    return grid_shape(ceil_div(chunks, kForwardChunks), threads, device, request);
+    const auto grid = grid_shape(ceil_div(chunks, kForwardChunks), threads, kMaxGridThreads, true,
+                                 device, request);
+    if (grid || !held) return grid;
   }
   const int size = forward_ring_size(problem, chunks, most, request);
-  return RingShape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
+  RingShape shape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
+  const int grid_rows = device.sm_count / size;
+  if (slowed && size > 1 && size % 2 == 1 && device.whole_grids &&
+      grid_rows * size <= kMaxGridBlocks && problem.rows > kFewTurns * grid_rows) {
+    shape.grid_rows = grid_rows;
+  }
+  return shape;
 }
 
 // A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
@@ -390,6 +419,23 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   return std::max(1, used / shape.cluster_size);
 }
 
+// Whether a block has a warp more that only exchanges moments, if there is room for it: in a grid,
+// and in a cluster where instructions set the pace. Of a copy on an H200, without and so: bfloat16
+// 65537 columns .685 and .74, 50257 .79 and .815, 98001 .72 and .78, 140001 .70 and .73, in one
+// block 22001 .79 and .82, but 30001, of 15 warps, .84 and .82; float32 80001 .87 and .915, 44001
+// .75 and .78, but 32769, in threes, .89 and .86, in one block 8201 .935 and .91; aligned ones gain
+// nothing (bfloat16 24576 .91 and .905, float32 12288 .935 and .94). On an H100 bfloat16 loses (.87
+// and .85, .90 and .89, .87 and .87, .90 and .87, .89 and .88).
+bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& problem,
+                               const DeviceProperties& device) {
+  if (shape.grid_rows > 0) return true;
+  if (shape.threads + kWarpSize > kMaxThreadsPerRow) return false;
+  if (!is_uneven(problem) || has_slow_memory(device)) return false;
+  constexpr int kMostAlone = 448, kLeastFloats = 4;
+  return size_in_bytes(problem.x_dtype) == 2 ? shape.cluster_size > 1 || shape.threads <= kMostAlone
+                                             : shape.cluster_size >= kLeastFloats;
+}
+
 void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
                         const DeviceProperties& device) {
   plan.kernel = Kernel::kRing;
@@ -397,11 +443,10 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.cluster_size = shape.cluster_size;
   plan.threads_per_row = shape.threads;
   plan.in_grid = shape.grid_rows > 0;
-  plan.exchange_warp = plan.in_grid && shape.threads + kWarpSize <= kMaxThreadsPerRow;
+  plan.exchange_warp = has_forward_exchange_warp(shape, problem, device);
   plan.rows_ahead = plan.in_grid && shape.threads <= kAheadThreads ? kGridAhead : 1;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
-  constexpr int64_t kFewTurns = 8;
   const int64_t teams = forward_ring_teams(shape, problem, device);
   const int64_t turns = ceil_div(problem.rows, teams);
   plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;

@@ -58,8 +58,9 @@ bool asks_for_grid(const PlanRequest& request);
 
 // Rows of `threads` threads that no cluster holds, in a grid that runs as a whole; none where that
 // does not run.
-std::optional<RingShape> grid_shape(int64_t threads, int64_t block_threads,
-                                    const DeviceProperties& device, const PlanRequest& request);
+std::optional<RingShape> grid_shape(int64_t threads, int64_t rather_threads, int64_t most_threads,
+                                    bool on_all, const DeviceProperties& device,
+                                    const PlanRequest& request);
 
 // Memory by way of which the blocks of such a grid exchange their sums.
 inline int64_t grid_exchange_bytes(int64_t blocks) {
