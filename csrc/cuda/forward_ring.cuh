@@ -43,7 +43,6 @@ struct ForwardRingParameters {
   int clusters;  // each with a row at a time
   int cluster_size;
   int warps;          // of a block, with columns
-  bool served;        // whether another exchanges moments
   int filled_blocks;  // those of a cluster that have columns
   uint4* exchange;    // kGrid: [clusters][kGridExchanges][cluster_size]
 };
@@ -116,9 +115,14 @@ __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int
   }
 }
 
+// Which blocks hold a row together: those of a cluster, or of a grid that runs as a whole. In a
+// served cluster and in a grid each of them has a warp more, which only exchanges moments.
+enum class ForwardSpan { kCluster, kServedCluster, kGrid };
+
 // The exchange of a row's moments within its cluster. One warp of each block merges what all have
-// posted and sends it to all blocks: one that does nothing else, which also merges what blocks
-// send, where there is room for it, or else each by turns.
+// posted and sends it to all blocks: each by turns, or one that does nothing else (kServed), and
+// then also merges what blocks send.
+template <bool kServed>
 class MomentsExchange {
  public:
   using Set = SetMoments<float>;
@@ -134,12 +138,10 @@ class MomentsExchange {
   };
 
   // All threads of the block must come here, and then meet at a barrier of the cluster.
-  // `size`: columns of a warp. `served`: by a warp of its own, beside the `warps`.
-  __device__ __forceinline__ MomentsExchange(Storage& storage, bool served, int warp, int warps,
-                                             int size, int cols, float inverse_cols,
-                                             int cluster_size)
+  // `warps` that have columns, `size` of them each.
+  __device__ __forceinline__ MomentsExchange(Storage& storage, int warp, int warps, int size,
+                                             int cols, float inverse_cols, int cluster_size)
       : storage_(storage),
-        served_(served),
         warp_(warp),
         warps_(warps),
         size_(size),
@@ -175,13 +177,13 @@ class MomentsExchange {
 
   // After post and before collect.
   __device__ __forceinline__ void relay(int row) const {
-    if (!served_ && row % warps_ == warp_) send(row);
+    if (!kServed && row % warps_ == warp_) send(row);
   }
 
   // The moments of a row.
   __device__ __forceinline__ Set collect(int row) const {
+    if constexpr (!kServed) return receive(row);
     const int turn = row % kForwardExchanges;
-    if (!served_) return receive(row);
     wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), phase(row));
     const volatile float* const moments = storage_.rows[turn];
     return {moments[0], moments[1]};
@@ -204,7 +206,6 @@ class MomentsExchange {
 
  private:
   Storage& storage_;
-  const bool served_;
   const int warp_, warps_, size_, cols_;
   const float inverse_cols_;
   const int cluster_size_;
@@ -322,9 +323,8 @@ class GridMomentsExchange : public GridExchange {
   }
 };
 
-// kGrid: instead of a cluster, blocks of a grid that runs as a whole. kAhead: rows whose moments
-// are posted before a row is written.
-template <class X, bool kVectorized, bool kGrid, int kAhead>
+// kAhead: rows whose moments are posted before a row is written.
+template <class X, bool kVectorized, ForwardSpan kSpan, int kAhead>
 __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxThreadsPerRow, 1)
     forward_ring(const ForwardRingParameters<X> p) {
   if (!kStreams) return;
@@ -338,7 +338,8 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   using Chunk = Pack<X, kColumns>;
   using RowSpan = Span<X, kChunks>;
   using Set = SetMoments<float>;
-  using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange>;
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kSpan != ForwardSpan::kCluster;
+  using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange<kServed>>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
 #pragma nv_diag_suppress 20054  // a set's initial values, which are not needed
   __shared__ typename Exchange::Storage storage;
@@ -350,9 +351,9 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   constexpr bool kAsks = !kVectorized || (kGrid && kIs16Bit<X>);
   const int warp = kAsks ? warp_index() : threadIdx.x / kWarpSize;
   // Spills less, in 16-bit rows.
-  const int lane = kAsks ? lane_index() : threadIdx.x % kWarpSize;
+  const int lane = kServed && kAsks ? lane_index() : threadIdx.x % kWarpSize;
   const int rank = kGrid ? static_cast<int>(blockIdx.x) % p.cluster_size : cluster_rank();
-  const int warps = p.warps;
+  const int warps = kServed ? p.warps : static_cast<int>(blockDim.x / kWarpSize);
   const int begin = (rank * warps + warp) * RowSpan::kSize;
   const RowSpan span{begin, p.cols - begin, lane};
   const bool whole = span.whole();
@@ -425,20 +426,21 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
       return Exchange(storage, place, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols,
                       p.filled_blocks);
     } else {
-      return Exchange(storage, p.served, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols,
-                      p.cluster_size);
+      return Exchange(storage, warp, warps, RowSpan::kSize, p.cols, p.inverse_cols, p.cluster_size);
     }
   }();
   if constexpr (!kGrid) cluster_arrive();
-  if (warp == warps) {
-    if constexpr (kGrid) {
-      cooperative_groups::this_grid().sync();
-      exchange.serve(kAhead, count);
-    } else {
-      cluster_wait();
-      exchange.serve(count);
+  if constexpr (kServed) {
+    if (warp == warps) {
+      if constexpr (kGrid) {
+        cooperative_groups::this_grid().sync();
+        exchange.serve(kAhead, count);
+      } else {
+        cluster_wait();
+        exchange.serve(count);
+      }
+      return;
     }
-    return;
   }
   Chunk weight[kChunks], bias[kChunks];
 #pragma unroll
@@ -514,11 +516,8 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
-    // (In a grid rank and first row, kept until here, take registers that are not there.)
-    const int first_of_block = static_cast<int>(blockIdx.x) / p.cluster_size;
-    const int rank_of_block = static_cast<int>(blockIdx.x) % p.cluster_size;
-    if (threadIdx.x == 0 && (kGrid ? rank_of_block : rank) == 0) {
-      const int64_t row = first_of_block + static_cast<int64_t>(i) * p.clusters;
+    if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
+      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
       p.mean[row] = moments.mean;
       p.rstd[row] = rstd;
     }
@@ -586,18 +585,19 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   }
 }
 
-template <class X, bool kVectorized, bool kGrid, int kAhead>
+template <class X, bool kVectorized, ForwardSpan kSpan, int kAhead>
 cudaError_t launch_ring(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
                         cudaStream_t stream) {
-  const auto kernel = forward_ring<X, kVectorized, kGrid, kAhead>;
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kSpan != ForwardSpan::kCluster;
+  const auto kernel = forward_ring<X, kVectorized, kSpan, kAhead>;
   constexpr int kWarpBytes = kForwardRingBytes<kVectorized, kAhead>;
   constexpr int kMostWarps = kAhead > 1 ? kAheadThreads / kWarpSize : kForwardWarps;
-  if (p.warps > kMostWarps || (kGrid && !p.served)) return cudaErrorInvalidValue;
+  if (p.warps > kMostWarps || plan.exchange_warp != kServed) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> prepared{0};  // a bit per device
   const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
                                          kMostWarps * kWarpBytes, !kGrid, prepared);
   if (error != cudaSuccess) return error;
-  const dim3 threads(plan.threads_per_row + (plan.exchange_warp ? kWarpSize : 0));
+  const dim3 threads((p.warps + (kServed ? 1 : 0)) * kWarpSize);
   Launch launch(plan.blocks, threads, stream);
   launch.with_shared(p.warps * kWarpBytes);
   return (kGrid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
@@ -626,14 +626,22 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
   p.cluster_size = plan.cluster_size;
   p.warps = plan.threads_per_row / kWarpSize;
-  p.served = plan.exchange_warp;
   const int block_cols = plan.threads_per_row * kForwardChunks * kChunkColumns<X>;
   p.filled_blocks = (p.cols - 1) / block_cols + 1;
   const auto launch = [&](auto vectorized) {
     constexpr bool kVectorized = decltype(vectorized)::value;
-    if (!plan.in_grid) return launch_ring<X, kVectorized, false, 1>(p, plan, stream);
-    return plan.rows_ahead > 1 ? launch_ring<X, kVectorized, true, kGridAhead>(p, plan, stream)
-                               : launch_ring<X, kVectorized, true, 1>(p, plan, stream);
+    using Span = ForwardSpan;
+    if (plan.in_grid) {
+      return plan.rows_ahead > 1
+                 ? launch_ring<X, kVectorized, Span::kGrid, kGridAhead>(p, plan, stream)
+                 : launch_ring<X, kVectorized, Span::kGrid, 1>(p, plan, stream);
+    }
+    if constexpr (!kVectorized) {
+      if (plan.exchange_warp) {
+        return launch_ring<X, kVectorized, Span::kServedCluster, 1>(p, plan, stream);
+      }
+    }
+    return launch_ring<X, kVectorized, Span::kCluster, 1>(p, plan, stream);
   };
   return plan.vectorized ? launch(std::true_type()) : launch(std::false_type());
 }
