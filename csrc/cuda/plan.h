@@ -178,13 +178,11 @@ struct BackwardPlan {
   int run_columns = 0;
   int64_t segments = 1;
   bool vectorized = false;
-  bool packed = false;  // rows in a part of a warp follow each other without idle lanes
-  bool brakes = false;  // kRing: each turn waits for the next row's statistics, to ask for less
-  // kRing: the blocks that hold a row are no cluster but those of a grid that runs as a whole; and
-  // each has a warp more, which only exchanges sums.
-  bool in_grid = false;
-  bool exchange_warp = false;
-  bool dx = true;  // false: dw and db alone are asked for, and no dx kernel runs
+  bool packed = false;   // rows in a part of a warp follow each other without idle lanes
+  bool brakes = false;   // kRing: each turn waits for the next row's statistics, to ask for less
+  bool in_grid = false;  // kRing: of blocks of a grid that runs as a whole, not of a cluster
+  bool exchange_warp = false;  // kRing: each block has a warp more, which only exchanges sums
+  bool dx = true;              // false: dw and db alone are asked for, and no dx kernel runs
   int64_t blocks = 0;
   WeightGrads weight_grads = WeightGrads::kNone;
   int64_t partials = 0;  // rows of partial sums of dw and db, each `cols` wide
