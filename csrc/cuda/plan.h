@@ -71,8 +71,8 @@ constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
 constexpr int kMaxGridThreads = 480;     // of a row in a block of such a grid, beside another warp
-constexpr int kGridAhead = 3;            // rows that it sums before the one that is finished, and
-constexpr int kAheadThreads = 320;       // of a row in a block whose ring in the forward has room
+constexpr int kGridAhead = 3;            // rows that are summed there before one is finished,
+constexpr int kAheadThreads = 320;       // in the forward by blocks of up to so many threads
 constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid that runs as a whole
 constexpr int kGridExchanges = 8;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows
@@ -147,7 +147,8 @@ struct ForwardPlan {
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
   bool gathers = false;     // kShortRows: a warp writes its rows together
   bool more_warps = false;  // kRows: lanes are idle, so that registers are better spent on warps
-  bool in_grid = false;     // as in BackwardPlan
+  // As in BackwardPlan. A grid of up to kLargeClusterSize blocks adds up in a cluster's order.
+  bool in_grid = false;
   bool exchange_warp = false;
   int rows_ahead = 1;  // kRing: whose moments are asked for before a row is written
   int64_t blocks = 0;

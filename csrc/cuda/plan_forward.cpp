@@ -210,12 +210,6 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
   return choose_cluster_size(chunks, most, request);
 }
 
-// Whether a 16-bit type's rows end within a chunk where memory is fast: then instructions set the
-// pace of long ones, which are rather in many warps on all multiprocessors.
-bool are_slowed_by_instructions(const ForwardProblem& problem, const DeviceProperties& device) {
-  return is_uneven(problem) && size_in_bytes(problem.x_dtype) == 2 && !has_slow_memory(device);
-}
-
 // The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
 // none where rows cannot be streamed so.
 //
@@ -225,7 +219,8 @@ bool are_slowed_by_instructions(const ForwardProblem& problem, const DevicePrope
 // float32 64 x 1000000 .78 and .885, 64 x 1000001 .63 and .81; but 200 x 600001 bfloat16 .73 and
 // .65.
 //
-// Rows slowed by instructions are in a grid instead of a cluster of 16 blocks, of which seven run:
+// Uneven rows of a 16-bit type are slowed by instructions where memory is fast, and rather in many
+// warps on all multiprocessors: in a grid instead of a cluster of 16 blocks, of which seven run,
 // 447 x 300001 .64 and, by 13 times ten blocks, .78, but on an H100 .91 and .86. And so are, if
 // they are many, those of three and five blocks, which order their sums in the same way there:
 // 65537 .74 and .77, 80001 .72 and .77, 90001 .75 and .75, 140001 .73 and .785; but by four blocks
@@ -237,9 +232,9 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   const int64_t most = block_chunks(kForwardChunks);
   const bool large = device.large_clusters > 0;
   const bool held = chunks <= most * (large ? kLargeClusterSize : kMaxClusterSize);
-  const bool slowed = are_slowed_by_instructions(problem, device) && !request.cluster_size;
+  const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
+  const bool slowed = !by_memory && !has_slow_memory(device) && !request.cluster_size;
   if (asks_for_grid(request) || !held || (slowed && chunks > most * kMaxClusterSize)) {
-    const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
     const int threads = by_memory ? kAheadThreads : kMaxGridThreads;
     const auto grid = grid_shape(ceil_div(chunks, kForwardChunks), threads, kMaxGridThreads, true,
                                  device, request);
