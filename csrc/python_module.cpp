@@ -73,12 +73,14 @@ py::dict build_info() {
 
 cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
                                const std::optional<std::string>& weight_grads,
-                               std::optional<int> cluster_size, std::optional<int> merged) {
+                               std::optional<int> cluster_size, std::optional<int> merged,
+                               std::optional<bool> exchange_warp) {
   cuda::PlanRequest request;
   if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
   if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
   request.cluster_size = cluster_size;
   request.merged = merged;
+  request.exchange_warp = exchange_warp;
   return request;
 }
 
@@ -106,10 +108,11 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
               int large_clusters, bool whole_grids, int memory_bandwidth,
               const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size,
-              std::optional<int> merged) {
+              std::optional<int> merged, std::optional<bool> exchange_warp) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
                                       memory_bandwidth};
-  const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size, merged);
+  const cuda::PlanRequest request =
+      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
@@ -168,15 +171,18 @@ PYBIND11_MODULE(_C, m) {
         py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
         py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
+        py::arg("exchange_warp") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
-         std::optional<int> cluster_size, std::optional<int> merged) {
+         std::optional<int> cluster_size, std::optional<int> merged,
+         std::optional<bool> exchange_warp) {
         fastnorm::inspection::force_cuda_plan(
-            fastnorm::make_request(kernel, weight_grads, cluster_size, merged));
+            fastnorm::make_request(kernel, weight_grads, cluster_size, merged, exchange_warp));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
       py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
+      py::arg("exchange_warp") = py::none(),
       "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
 }

@@ -266,6 +266,76 @@ def test_the_forward_ring_sums_as_rows_of_one_block_do(
                 assert ring.equal(block), f"{rows} x {cols}"
 
 
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_clusters_sum_alike_with_a_warp_that_exchanges_and_without(
+    force: Callable[..., None], direction: str, dtype: torch.dtype
+) -> None:
+    """Bit for bit, with many rows for each cluster and with few."""
+    _skip_without_clusters("ring")
+    block = 4096 * 16 // dtype.itemsize  # columns of a block of the forward
+    shapes = {
+        "forward": (
+            (1, 1027, 0), (1031, 1027, 0), (700, 12_001, 1), (331, block + 1, 2),
+            (97, 2 * block + 1, 3), (67, 3 * block - 777, 4), (41, 6 * block + 5, 8),
+        ),
+        "backward": (
+            (1031, 1001, 2), (700, 6001, 2), (331, 12_288, 0), (333, 8200, 2), (200, 12_289, 4),
+            (67, 30_001, 8), (67, 49_152, 8), (41, 90_001, 0), (37, 100_008, 0),
+        ),
+    }[direction]  # fmt: skip
+    ran = 0
+    for rows, cols, size in shapes:
+        common = {"kernel": "ring"} | ({"cluster_size": size} if size else {})
+        plans = [
+            plan_here(direction, rows, cols, dtype, aligned=False, **common, exchange_warp=warp)
+            for warp in (False, True)
+        ]
+        if plans[0] | {"exchange_warp": True} != plans[1] or plans[0] == plans[1]:
+            continue  # no room for it, or a grid, which always has one
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+        results = []
+        for warp in (False, True):
+            force(**common, exchange_warp=warp)
+            if direction == "forward":
+                results.append(
+                    ops.layer_norm_forward(_narrowed(x), [cols], weight, bias, 1e-5, None)
+                )
+            else:
+                results.append(
+                    ops.layer_norm_backward(
+                        _narrowed(grad_out), _narrowed(x), [cols], *statistics, weight, bias, 1e-5,
+                        [True] * 3,
+                    )
+                )  # fmt: skip
+        for without, served in zip(*results, strict=True):
+            assert served.equal(without), f"{rows} x {cols}"
+        ran += 1
+    assert ran >= 4
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+def test_dx_alone_has_the_bits_of_dx_with_dw_and_db(dtype: torch.dtype) -> None:
+    """Few rows and many, whose dx comes from different kernels, in any number of lanes."""
+    for cols in (
+        40, 64, 72, 80, 96, 104, 136, 152, 160, 192, 200, 224, 264, 320, 384, 520, 576, 640, 768,
+        1000, 1024, 1027, 2048, 4096, 5120, 8192, 16_384,
+    ):  # fmt: skip
+        for rows in (1, 5, 131, 40_009 if cols <= 768 else 3001):
+            x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+            statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+            for given, grad in ((x, grad_out), (_narrowed(x), _narrowed(grad_out))):
+                for parameter in (weight, weight.float(), None):
+                    dx, alone = (
+                        ops.layer_norm_backward(
+                            grad, given, [cols], *statistics, parameter, None, 1e-5, mask
+                        )[0]
+                        for mask in ([True] * 3, [True, False, False])
+                    )
+                    assert alone.equal(dx), f"{rows} x {cols}"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8, GRID])
 @pytest.mark.parametrize("weight_grads", ["fused", "columns"])

@@ -34,6 +34,7 @@ FORWARD_REQUESTS: list[dict[str, Any]] = [
     {"kernel": "rows"},
     *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
     *({"kernel": "ring", "cluster_size": size} for size in (1, 2, 4, 8, GRID)),
+    *({"kernel": "ring", "cluster_size": size, "exchange_warp": True} for size in (1, 2)),
     {"kernel": "split"},
 ]
 BACKWARD_REQUESTS: list[dict[str, Any]] = [
@@ -44,6 +45,7 @@ BACKWARD_REQUESTS: list[dict[str, Any]] = [
         *({"kernel": "elements", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "ring"},
         *({"kernel": "ring", "cluster_size": size} for size in (2, 3, 4, 8, GRID)),
+        {"kernel": "ring", "cluster_size": 2, "exchange_warp": False},
         {"kernel": "rows"},
         *({"kernel": "cluster", "cluster_size": size} for size in (2, 4, 8)),
         {"kernel": "split"},
@@ -263,7 +265,7 @@ def calls(device: Device) -> Iterator[Call]:
                             )  # fmt: skip
         # Without parameters, with some of the gradients, and with rows for every persistent block.
         for aligned in (True, False):
-            for cols in (40, 1000, 2056):
+            for cols in (40, 200, 1000, 2056):
                 yield Call("forward", 5, cols, dtype, dtype, None, aligned, ())
                 for mask in itertools.product((True, False), repeat=3):
                     if any(mask):
@@ -277,7 +279,9 @@ def calls(device: Device) -> Iterator[Call]:
                 if dtype != torch.float64:
                     for blocks in (1, 2):
                         ring = (("kernel", "ring"), ("cluster_size", blocks))
-                        yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, ring)
+                        for warp in ((), (("exchange_warp", not aligned),)):
+                            items = (*ring, *warp)
+                            yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, items)
                 for request in (*BACKWARD_REQUESTS, SHARES):
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())

@@ -828,7 +828,7 @@ cudaError_t launch_ring(const RingParameters<X, DY>& p, const BackwardPlan& plan
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error = allow_blocks(
         reinterpret_cast<const void*>(kernel), kMostWarps * kWarpBytes, kSpan == RingSpan::kCluster,
-        prepared, sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
+        prepared, sizeof(DY) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
     if (error != cudaSuccess) return error;
     const int more = plan.exchange_warp ? kWarpSize : 0;
     Launch launch(plan.blocks, dim3(threads + more), stream);

@@ -190,12 +190,7 @@ __global__ void __launch_bounds__(
       const int64_t row = warp_row + r * kTeams + team;
       const bool active = row < p.rows && !idle;
       if constexpr (kTrims) {
-        const X* const source = p.x + row * p.x_row_stride;
-#pragma unroll
-        for (int k = 0; k < kChunks; ++k) {
-          x[r].chunks[k] =
-              load_pack_if<X, kColumns>(source + share.column(k), active && share.left(k) > 0);
-        }
+        x[r].load_plain(p.x + row * p.x_row_stride, share, active);
       } else {
         x[r].load(active ? p.x + row * p.x_row_stride : nullptr, share);
       }

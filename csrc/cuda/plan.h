@@ -247,6 +247,7 @@ struct PlanRequest {
   std::optional<WeightGrads> weight_grads;
   std::optional<int> cluster_size;
   std::optional<int> merged;
+  std::optional<bool> exchange_warp;  // of clusters of kRing
 };
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,

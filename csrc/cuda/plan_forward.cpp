@@ -422,9 +422,10 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
 // nothing (bfloat16 24576 .91 and .905, float32 12288 .935 and .94). On an H100 bfloat16 loses (.87
 // and .85, .90 and .89, .87 and .87, .90 and .87, .89 and .88).
 bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& problem,
-                               const DeviceProperties& device) {
+                               const DeviceProperties& device, const PlanRequest& request) {
   if (shape.grid_rows > 0) return true;
-  if (shape.threads + kWarpSize > kMaxThreadsPerRow) return false;
+  if (shape.threads + kWarpSize > kMaxThreadsPerRow || is_vectorized(problem)) return false;
+  if (request.exchange_warp) return *request.exchange_warp;
   if (!is_uneven(problem) || has_slow_memory(device)) return false;
   constexpr int kMostAlone = 448, kLeastFloats = 4;
   return size_in_bytes(problem.x_dtype) == 2 ? shape.cluster_size > 1 || shape.threads <= kMostAlone
@@ -432,13 +433,13 @@ bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& pro
 }
 
 void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
-                        const DeviceProperties& device) {
+                        const DeviceProperties& device, const PlanRequest& request) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = shape.cluster_size;
   plan.threads_per_row = shape.threads;
   plan.in_grid = shape.grid_rows > 0;
-  plan.exchange_warp = has_forward_exchange_warp(shape, problem, device);
+  plan.exchange_warp = has_forward_exchange_warp(shape, problem, device, request);
   plan.rows_ahead = plan.in_grid && shape.threads <= kAheadThreads ? kGridAhead : 1;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
@@ -482,7 +483,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       break;
     case Kernel::kRing:
       shape_forward_ring(plan, *forward_ring_shape(problem, chunks, device, request), problem,
-                         device);
+                         device, request);
       return plan;
     case Kernel::kSplit:
       plan.chunks_per_thread = kForwardChunks;

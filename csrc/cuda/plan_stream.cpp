@@ -568,7 +568,7 @@ bool wants_brakes(const BackwardPlan& plan, const BackwardProblem& problem, doub
 // and .935, 65536 .93 and .94, but float32 16384 .955 and .945, and not aligned 16385 .85 and .82,
 // 65535 .92 and .88. Where no more stream it costs up to 5 percent (12288 .95 and .90).
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
-                   const DeviceProperties& device) {
+                   const DeviceProperties& device, const PlanRequest& request) {
   plan.kernel = Kernel::kRing;
   plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
@@ -582,8 +582,9 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   const int stream_threads = ring_threads(problem.x_dtype);
   // Blocks of a cluster on a multiprocessor, or rows of a block.
   const int64_t blocks_together = std::max(1, stream_threads / shape.threads);
-  plan.exchange_warp = in_cluster && has_exchange_warp(shape.threads / kWarpSize,
-                                                       plan.in_grid ? 1 : blocks_together);
+  plan.exchange_warp =
+      in_cluster && (plan.in_grid || request.exchange_warp.value_or(true)) &&
+      has_exchange_warp(shape.threads / kWarpSize, plan.in_grid ? 1 : blocks_together);
   const int64_t most_threads = !is_16_bit                                  ? kMostCachedThreads
                                : plan.vectorized && has_one_dtype(problem) ? kMaxRingThreads
                                                                            : kMaxThreadsPerRow;

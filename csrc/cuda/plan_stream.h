@@ -48,7 +48,7 @@ bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperti
 
 // Make a plan of such a shape; they return how many blocks there are to be.
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
-                   const DeviceProperties& device);
+                   const DeviceProperties& device, const PlanRequest& request);
 int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
                        const BackwardProblem& problem, const DeviceProperties& device);
 

@@ -128,9 +128,14 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
     float* const all = &storage.blocks[0][0];
     constexpr int kAll = kExchanges * 2 * kLargeClusterSize;
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
-    if (threadIdx.x < kExchanges) {
-      init_barrier(barrier(threadIdx.x), 1);  // one thread arrives, for the bytes
-      init_barrier(collected(threadIdx.x), 1);
+    // (By several threads, ptxas would do without a branch, and then racecheck takes all threads
+    // for ones that write to the barriers.)
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int i = 0; i < kExchanges; ++i) {
+        init_barrier(barrier(i), 1);  // one thread arrives, for the bytes
+        init_barrier(collected(i), 1);
+      }
       publish_barriers();
     }
   }

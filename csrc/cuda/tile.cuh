@@ -2,6 +2,7 @@
 #pragma once
 
 #include "numeric.cuh"
+#include "realign.cuh"
 #include "shift.cuh"
 #include "stage.cuh"
 
@@ -53,6 +54,15 @@ struct Tile {
     for (int k = 0; k < kChunks; ++k) {
       chunks[k] = load_pack<RowShare::kWhole, T, kColumns>(row + share.column(k),
                                                            row == nullptr ? 0 : share.left(k));
+    }
+  }
+
+  // The same of whole chunks; of one that does not exist, whatever is in some registers.
+  template <class RowShare>
+  __device__ __forceinline__ void load_plain(const T* row, const RowShare& share, bool exists) {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      chunks[k] = load_pack_if<T, kColumns>(row + share.column(k), exists && share.left(k) > 0);
     }
   }
 

@@ -42,6 +42,7 @@ def plan(
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
     merged: int | None = None,
+    exchange_warp: bool | None = None,
 ) -> dict[str, Any]: ...
 def force_plan(
     *,
@@ -49,4 +50,5 @@ def force_plan(
     weight_grads: WeightGradsName | None = None,
     cluster_size: int | None = None,
     merged: int | None = None,
+    exchange_warp: bool | None = None,
 ) -> None: ...
