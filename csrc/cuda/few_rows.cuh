@@ -183,10 +183,10 @@ struct RowSumsExchange {
   }
 };
 
-// Lanes of three chunks have 80 registers, in which weights fit unpacked beside x and dy as they are
-// in memory: dx alone of 134 MB of bfloat16, in parts of an elementwise sum on an H100, with 128
-// registers and so: 320 columns .93 and .99, 640 .93 and .995, 768 .98 and .995. (With 64 the same,
-// and the weight packed as well; of two chunks 48, or 40, are 0 to 7 percent slower than 64.)
+// Lanes of three chunks have 80 registers, in which weights fit unpacked beside x and dy as they
+// are in memory: dx alone of 134 MB of bfloat16, in parts of an elementwise sum on an H100, with
+// 128 registers and so: 320 columns .93 and .99, 640 .93 and .995, 768 .98 and .995. (With 64 the
+// same, and the weight packed as well; of two chunks 48, or 40, are 0 to 7 percent slower than 64.)
 template <class X, bool kVectorized, int kChunks>
 constexpr bool kFewWide = kVectorized && kChunks > kRingChunks<X>;
 
