@@ -83,9 +83,9 @@ class Launch {
 
 // Of all that a multiprocessor can give to shared memory, in percent, what leaves room enough for
 // an L1 cache through which copies into it pass (see copy_async): of float32, and of a float32 dy
-// beside a 16-bit x, of which blocks of ten warps would have 28 KB of it else, for there is room for
-// two of them. Of an elementwise sum on an H100 896 columns in five rows .855 so and .945, 2560 in
-// two .905 and .945, 5120 in one .89 and .93.
+// beside a 16-bit x, of which blocks of ten warps would have 28 KB of it else, for there is room
+// for two of them. Of an elementwise sum on an H100 896 columns in five rows .855 so and .945, 2560
+// in two .905 and .945, 5120 in one .89 and .93.
 constexpr int kCachedShare = 72;
 
 // Lets blocks of `kernel` have `bytes` of dynamic shared memory on the current device, and clusters
