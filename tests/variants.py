@@ -279,8 +279,9 @@ def calls(device: Device) -> Iterator[Call]:
                 if dtype != torch.float64:
                     for blocks in (1, 2):
                         ring = (("kernel", "ring"), ("cluster_size", blocks))
-                        for warp in ((), (("exchange_warp", not aligned),)):
-                            items = (*ring, *warp)
+                        yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, ring)
+                        if not aligned:
+                            items = (*ring, ("exchange_warp", True))
                             yield Call("forward", rows, cols, dtype, dtype, dtype, aligned, items)
                 for request in (*BACKWARD_REQUESTS, SHARES):
                     if "cluster_size" not in request or request == SHARES:

@@ -153,13 +153,14 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
                   const DeviceProperties& device) {
   const int64_t bytes = bytes_of(problem);
   if (!problem.weight_grads) {
-    const bool too_many = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32 &&
-                          bytes > kFewElementsBytes;
-    const bool slow_lanes = shape.threads != next_power_of_two(shape.threads) &&
-                            shape.threads < kWarpSize && !has_slow_memory(device);
-    if (slow_lanes && bytes > kFewRowsBytes) return false;
-    return !too_many && shape.cluster_size == 1 &&
-           (shape.threads <= kMaxSharedBlock || bytes <= kFewLongRowsBytes);
+    const bool slow_stores = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32;
+    const bool slow_lanes = shape.threads < kWarpSize &&
+                            shape.threads != next_power_of_two(shape.threads) &&
+                            !has_slow_memory(device);
+    const bool too_many = (slow_stores && bytes > kFewElementsBytes) ||
+                          (slow_lanes && bytes > kFewRowsBytes) ||
+                          (shape.threads > kMaxSharedBlock && bytes > kFewLongRowsBytes);
+    return !too_many && shape.cluster_size == 1;
   }
   const bool whole = problem.aligned && !ends_within_a_chunk(problem);
   const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
@@ -175,9 +176,9 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.threads_per_row = shape.threads;
   plan.cluster_size = plan.slices = shape.cluster_size;
   plan.run_columns = shape.run_columns;
-  // dx alone, of many rows perhaps: no lanes are left idle between rows that are not aligned to
-  // powers of two of them, and blocks are small. Of two rows 65536 x 1024 bfloat16 took 98.7 us on
-  // an H200, of four 99.1 us, 32768 x 2048 of one 98.4 us, of two 99.3 us; but 65536 x 1024 of one
+  // dx alone, of many rows perhaps: rows in lanes that are no power of two follow each other
+  // without idle ones, and blocks are small. Of two rows 65536 x 1024 bfloat16 took 98.7 us on an
+  // H200, of four 99.1 us, 32768 x 2048 of one 98.4 us, of two 99.3 us; but 65536 x 1024 of one
   // 111.8 us.
   plan.packed = !problem.weight_grads && plan.vectorized;
   const int most_threads = problem.weight_grads ? kMaxSharedBlock : kMaxSharedBlock / 2;
