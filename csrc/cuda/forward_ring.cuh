@@ -431,18 +431,7 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
     }
   }();
   if constexpr (!kGrid) cluster_arrive();
-  if constexpr (kServed) {
-    if (warp == warps) {
-      if constexpr (kGrid) {
-        cooperative_groups::this_grid().sync();
-        exchange.serve(kAhead, count);
-      } else {
-        cluster_wait();
-        exchange.serve(count);
-      }
-      return;
-    }
-  }
+  const bool serves = kServed && warp == warps;
   Chunk weight[kChunks], bias[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -455,8 +444,10 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
     weight[k] = load(p.weight, 1);
     bias[k] = load(p.bias, 0);
   }
+  if (!serves) {
 #pragma unroll 1
-  for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes, s);
+    for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes, s);
+  }
 
   // ---- a row
 
@@ -549,37 +540,45 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   } else {
     cluster_wait();
   }
-  unsigned slot = ring;
-  const auto post_first = [&](auto first, unsigned from) {
-    constexpr int kFirst = decltype(first)::value;
-    if (kFirst == 0 || count > kFirst) {
-      wait_copies<kStages - 1 - kFirst>();
-      exchange.post(kFirst, moments_of(from));
+  if (serves) {
+    if constexpr (kGrid) {
+      exchange.serve(kAhead, count);
+    } else if constexpr (kServed) {
+      exchange.serve(count);
     }
-  };
-  post_first(std::integral_constant<int, 0>(), slot);
-  if constexpr (kAhead > 1) {
-    static_assert(kAhead == kGridAhead);
-    post_first(std::integral_constant<int, 1>(), next_slot(slot));
-    post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
-  }
-  if constexpr (!kGrid) exchange.relay(0);
+  } else {
+    unsigned slot = ring;
+    const auto post_first = [&](auto first, unsigned from) {
+      constexpr int kFirst = decltype(first)::value;
+      if (kFirst == 0 || count > kFirst) {
+        wait_copies<kStages - 1 - kFirst>();
+        exchange.post(kFirst, moments_of(from));
+      }
+    };
+    post_first(std::integral_constant<int, 0>(), slot);
+    if constexpr (kAhead > 1) {
+      static_assert(kAhead == kGridAhead);
+      post_first(std::integral_constant<int, 1>(), next_slot(slot));
+      post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
+    }
+    if constexpr (!kGrid) exchange.relay(0);
 #pragma unroll 1
-  for (int i = 0; i < count; ++i) {
-    const unsigned next = next_slot(slot);
-    if (i + kAhead < count) {
-      const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
-      wait_copies<kStages - 1 - kAhead>();
-      exchange.post(i + kAhead, moments_of(ahead));
+    for (int i = 0; i < count; ++i) {
+      const unsigned next = next_slot(slot);
+      if (i + kAhead < count) {
+        const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
+        wait_copies<kStages - 1 - kAhead>();
+        exchange.post(i + kAhead, moments_of(ahead));
+      }
+      write_row(slot, i, exchange.collect(i));
+      copy_row(slot, i + kStages);
+      if constexpr (!kGrid) {
+        if (i + 1 < count) exchange.relay(i + 1);
+      }
+      slot = next;
     }
-    write_row(slot, i, exchange.collect(i));
-    copy_row(slot, i + kStages);
-    if constexpr (!kGrid) {
-      if (i + 1 < count) exchange.relay(i + 1);
-    }
-    slot = next;
+    wait_copies<0>();
   }
-  wait_copies<0>();
   if constexpr (!kGrid) {
     cluster_arrive();  // no block leaves before all have sent and received their moments
     cluster_wait();

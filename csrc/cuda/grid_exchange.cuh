@@ -147,6 +147,7 @@ class GridExchange {
       }
     } while (__any_sync(kAllLanes, missing));
     const float2 numbers = of_blocks(found);
+    __syncwarp();  // all lanes have read what the block's warps had posted
     if (lane == 0) {
       storage_.rows[row % kGridExchanges] = numbers;
       arrive(shared_address(&storage_.collected[row % kGridExchanges]));

@@ -160,6 +160,7 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
 #pragma unroll 1
     for (int row = 0; row < count; ++row) {
       const Sums<float> sums = receive(row);
+      __syncwarp();  // all lanes have read what the block's warps had posted
       if (this->lane() == 0) {
         storage_.rows[row % kExchanges] = make_float2(sums.xhat_wdy, sums.wdy);
         arrive(collected(row % kExchanges));
