@@ -145,6 +145,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   result["tile_lanes"] = plan.tile_lanes;
   result["slices"] = plan.slices;
   result["column_blocks"] = plan.column_blocks;
+  result["column_width"] = plan.column_width;
   result["column_threads"] = plan.column_threads;
   result["column_rows"] = plan.column_rows;
   result["column_tiles"] = plan.column_tiles;

@@ -132,9 +132,9 @@ def test_forced_kernels_with_infinities(
 @pytest.mark.parametrize(
     "cols",
     [
-        2, 7, 13, 29, 45, 515, 520, 600, 601, 700, 701, 1023, 1025, 1031, 1032, 1155, 1411, 1536,
-        1600, 1667, 2049, 2201, 2304, 3200, 3301, 4095, 4103, 8192, 8193, 12_289, 16_391, 20_001,
-        24_601,
+        2, 7, 13, 29, 45, 66, 100, 126, 250, 515, 520, 600, 601, 700, 701, 1023, 1025, 1031, 1032,
+        1155, 1411, 1500, 1536, 1600, 1667, 2049, 2201, 2304, 3200, 3301, 4095, 4103, 8192, 8193,
+        12_289, 16_391, 20_001, 24_601,
     ],
 )  # fmt: skip
 def test_rows_that_start_anywhere(cols: int, dtype: torch.dtype) -> None:
@@ -336,6 +336,55 @@ def test_dx_alone_has_the_bits_of_dx_with_dw_and_db(dtype: torch.dtype) -> None:
                     assert alone.equal(dx), f"{rows} x {cols}"
 
 
+def _in_memory_of_nan(x: Tensor, offset: int) -> Tensor:
+    """x from so many elements behind an aligned address on, between NaNs."""
+    memory = x.new_full((x.numel() + 16 // x.itemsize,), float("nan"))
+    return memory[offset : offset + x.numel()].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [1, 3, 7, 33, 100, 249, 250, 257, 301, 505, 1023, 2500, 4097, 20_001]
+)
+def test_dw_and_db_alone_wherever_rows_begin(cols: int, dtype: torch.dtype) -> None:
+    """By the granules in which rows lie, where those of x and dy hold the same columns, or by
+    words: to the bit the same.
+    """
+    chunk = 16 // dtype.itemsize
+    if cols % chunk == 0:
+        pytest.skip("whole chunks")
+    x, grad_out, weight, bias = _arguments(301, cols, dtype)
+    statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+    mask = [False, True, True]
+    expected = check_backward(grad_out, x, [cols], weight, bias, output_mask=mask)[1:]
+    for one, other in itertools.product(range(chunk), {0, 1, chunk - 1}):
+        for of_x, of_grad in ((one, one), (one, other)):
+            sums = ops.layer_norm_backward(
+                _in_memory_of_nan(grad_out, of_grad), _in_memory_of_nan(x, of_x), [cols],
+                *statistics, weight, bias, 1e-5, mask,
+            )[1:]  # fmt: skip
+            assert all(a.equal(b) for a, b in zip(sums, expected, strict=True)), (of_x, of_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize("cols", [66, 100, 126, 250, 258, 514, 1026, 1500, 2500, 4094])
+def test_gradients_by_pairs_of_columns(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """Rows by column that begin at whole words have a kernel that moves pairs: the same bits."""
+    force(kernel="elements")
+    for rows in (37, 6007):
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+        expected = check_backward(grad_out, x, [cols], weight, bias)
+        for of_x, of_grad in ((1, 1), (0, 1), (2, 5)):
+            results = ops.layer_norm_backward(
+                _in_memory_of_nan(grad_out, of_grad), _in_memory_of_nan(x, of_x), [cols],
+                *statistics, weight, bias, 1e-5, [True] * 3,
+            )  # fmt: skip
+            assert all(a.equal(b) for a, b in zip(results, expected, strict=True)), rows
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [2, 4, 8, GRID])
 @pytest.mark.parametrize("weight_grads", ["fused", "columns"])
@@ -454,6 +503,12 @@ def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> No
         some = ops.layer_norm_forward(x[:rows], [cols], weight, bias, 1e-5, None)
         assert all(one.equal(other[:rows]) for one, other in zip(some, whole))
     check_forward(x, [cols], None, bias)
+    if dtype != torch.float32:
+        wide = weight.float(), bias.float()
+        for rows in (1003, 7):
+            results = check_forward(x[:rows], [cols], *wide)
+            others = check_forward(_narrowed(x[:rows]), [cols], *wide)
+            assert all(one.equal(other) for one, other in zip(results, others))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)

@@ -223,7 +223,9 @@ def _widths(
                 seen.add(code)
             for cols in (end - 1, end + 1):
                 if cols > 0 and _fits(plan(cols), request):
-                    found.setdefault(cols, False)
+                    # There may be another instantiation for an even number of columns.
+                    first = found.get(end, False) and less == 1 and cols % 2 == 0
+                    found[cols] = found.get(cols, False) or first
     for cols in range(1, 64):  # the plan of very short rows changes within a chunk as well
         code = _code(plan(cols))
         if code not in seen and _fits(plan(cols), request):
@@ -315,7 +317,7 @@ def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call
                 },
             )  # fmt: skip
             dtypes = (call.dtype, call.other, call.parameters)
-            key = (call.direction, dtypes, call.aligned, call.mask, _code(plan))
+            key = (call.direction, dtypes, call.aligned, call.mask, call.cols % 2, _code(plan))
             if key not in cheapest or call.cost < cheapest[key].cost:
                 cheapest[key] = call
     kept = set(cheapest.values())

@@ -206,9 +206,11 @@ def layer_norm_backward(
 def read_both(x: Tensor, dy: Tensor) -> Tensor:
     """Reads two dense tensors of one shape and writes a number for every 8192 elements."""
     block = 8192
-    programs = triton.cdiv(x.numel(), block)
+    # Of a number of elements that is no multiple of 16 Triton would read one at a time.
+    count = x.numel() // 16 * 16 or x.numel()
+    programs = triton.cdiv(count, block)
     out = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _read_kernel[(programs,)](x, dy, out, x.numel(), BLOCK=block, num_warps=8)
+    _read_kernel[(programs,)](x, dy, out, count, BLOCK=block, num_warps=8)
     return out
 
 

@@ -72,6 +72,21 @@ __device__ __forceinline__ void put_element(unsigned address, X element) {
   }
 }
 
+// Two elements of 16 bits that lie in a word of shared memory.
+template <class X>
+__device__ __forceinline__ Pack<X, 2> load_pair(unsigned address) {
+  uint32_t bits;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+  Pack<X, 2> pair;
+  pair.set_bits32(0, bits);
+  return pair;
+}
+
+template <class X>
+__device__ __forceinline__ void put_pair(unsigned address, const Pack<X, 2>& pair) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(pair.bits32(0)) : "memory");
+}
+
 // Copies an element of kSize bytes from shared memory to device memory.
 template <int kSize>
 __device__ __forceinline__ void store_element(char* target, unsigned source) {

@@ -20,8 +20,9 @@
 namespace fastnorm::cuda {
 
 // A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
-// kStep columns apart, of which the first kWhole certainly exist.
-template <class X, int kSteps, int kWhole, int kStep>
+// kStep columns apart, of which the first kWhole certainly exist. kPaired: rows have an even number
+// of columns and begin at whole words, so that pairs move as such.
+template <class X, int kSteps, int kWhole, int kStep, bool kPaired>
 struct ElementColumns {
   static constexpr int kCount = kSideBySide<X>;
   using Values = float[kSteps][kCount];
@@ -81,14 +82,21 @@ struct ElementColumns {
   // From shared memory, where this lane's first column is at `address`. Behind the last column
   // there is room, and nothing of use: those that do not exist are zero.
   static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
+    constexpr auto kSize = static_cast<unsigned>(sizeof(X));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
+      if constexpr (kPaired) {
+        const auto pair = load_pair<X>(address + s * kStep * kSize);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float value =
-            load_element<X>(address + (s * kStep + i) * static_cast<unsigned>(sizeof(X)));
-        values[s][i] = has(s, i, left) ? value : 0;
+        for (int i = 0; i < kCount; ++i) values[s][i] = pair.template get<float>(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          values[s][i] = load_element<X>(address + (s * kStep + i) * kSize);
+        }
       }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[s][i] = has(s, i, left) ? values[s][i] : 0;
     }
   }
 
@@ -98,10 +106,15 @@ struct ElementColumns {
     for (int s = 0; s < kSteps; ++s) {
       Pack<X, 2> pair;
       pair.set_pair(0, values[s][0], values[s][kCount - 1]);
+      constexpr auto kSize = static_cast<unsigned>(sizeof(X));
+      if constexpr (kPaired) {
+        if (has(s, 0, left)) put_pair(address + s * kStep * kSize, pair);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const unsigned place = address + (s * kStep + i) * static_cast<unsigned>(sizeof(X));
-        if (has(s, i, left)) put_element(place, pair.element(i));
+        for (int i = 0; i < kCount; ++i) {
+          const unsigned place = address + (s * kStep + i) * kSize;
+          if (has(s, i, left)) put_element(place, pair.element(i));
+        }
       }
     }
   }
@@ -145,7 +158,7 @@ template <class X, RingSpan kSpan, int kLanes, int kPairs>
 constexpr int kElementWarpBytes = kRingStages<X, kSpan> * 2 * (kWarpSize / kLanes) *
                                   kElementGranules<X, kLanes, kPairs> * kChunkBytes;
 
-template <class X, RingSpan kSpan, int kLanes, int kPairs>
+template <class X, RingSpan kSpan, int kLanes, int kPairs, bool kPaired>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     backward_elements(const RingParameters<X> p) {
   if (!kStreams) return;
@@ -163,7 +176,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   constexpr int kWhole = kSteps - 4 / kCount;  // a row's last two pairs may be missing
   constexpr int kStep = kLanes * kCount;
   constexpr int kTeams = kWarpSize / kLanes;
-  using Columns = ElementColumns<X, kSteps, kWhole, kStep>;
+  using Columns = ElementColumns<X, kSteps, kWhole, kStep, kPaired>;
   using Values = typename Columns::Values;
   using Exchange = RingExchange<kSpan>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
@@ -484,7 +497,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   constexpr int kSteps = 2 * kPairs / kCount;
   constexpr int kWhole = kSteps - 4 / kCount;
   constexpr int kTeams = kWarpSize / kLanes;
-  using Columns = ElementColumns<X, kSteps, kWhole, kLanes * kCount>;
+  using Columns = ElementColumns<X, kSteps, kWhole, kLanes * kCount, false>;
   using Values = typename Columns::Values;
   using Tile = ColumnTile<X, kMinTileLanes>;
   __shared__ union alignas(16) {
@@ -540,6 +553,14 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   }
 }
 
+// Whether pairs of columns lie in words, in x, dy and dx.
+template <class X>
+bool has_paired_columns(const RingParameters<X>& p) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.dy) |
+                              reinterpret_cast<uintptr_t>(p.dx);
+  return addresses % 4 == 0 && (p.x_row_stride | p.dy_row_stride | p.cols) % 2 == 0;
+}
+
 template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream) {
@@ -554,18 +575,24 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
           .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
                                               tiles);
     }
-    const auto kernel = backward_elements<X, kSpan, kLanes, kPairs>;
-    constexpr int kWarpBytes = kElementWarpBytes<X, kSpan, kLanes, kPairs>;
     if (threads > kMaxThreadsPerRow) return cudaErrorInvalidValue;
-    static std::atomic<uint64_t> prepared{0};  // a bit per device
-    const cudaError_t error =
-        allow_blocks(reinterpret_cast<const void*>(kernel), kRingRowWarps * kWarpBytes,
-                     kSpan == RingSpan::kCluster, prepared,
-                     sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
-    if (error != cudaSuccess) return error;
-    return Launch(plan.blocks, dim3(threads), stream)
-        .with_shared(threads / kWarpSize * kWarpBytes)
-        .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
+    const auto launch = [&](auto paired) {
+      const auto kernel = backward_elements<X, kSpan, kLanes, kPairs, decltype(paired)::value>;
+      constexpr int kWarpBytes = kElementWarpBytes<X, kSpan, kLanes, kPairs>;
+      static std::atomic<uint64_t> prepared{0};  // a bit per device
+      const cudaError_t error =
+          allow_blocks(reinterpret_cast<const void*>(kernel), kRingRowWarps * kWarpBytes,
+                       kSpan == RingSpan::kCluster, prepared,
+                       sizeof(X) == 2 ? cudaSharedmemCarveoutDefault : kCachedShare);
+      if (error != cudaSuccess) return error;
+      return Launch(plan.blocks, dim3(threads), stream)
+          .with_shared(threads / kWarpSize * kWarpBytes)
+          .in_clusters(plan.cluster_size * plan.merged)(kernel, p);
+    };
+    if constexpr (kIs16Bit<X>) {
+      if (has_paired_columns(p)) return launch(std::true_type());
+    }
+    return launch(std::false_type());
   };
   const auto launch_pairs = [&](auto pairs) {
     using Pairs = decltype(pairs);

@@ -113,6 +113,10 @@ constexpr bool kBySpan =
 template <class X, class Y, class W>
 constexpr bool kOneType = std::is_same_v<X, Y> && std::is_same_v<X, W>;
 
+// Whether there are kernels of short rows for any number of chunks up to five in a lane.
+template <class X, class Y>
+constexpr bool kAnyChunks = std::is_same_v<X, Y> && !std::is_same_v<X, double>;
+
 // Whether a thread's parameters and arithmetic leave registers for more threads.
 template <class X, class W>
 constexpr bool kFewRegisters = kEarlyParameters<X, W> && !std::is_same_v<X, double>;
@@ -135,8 +139,9 @@ constexpr int kShortRowBlocks =
             (kVectorized && kOneType<X, Y, W> && kChunks <= 2)
         ? 16
     : kVectorized && kOneType<X, Y, W> && kIs16Bit<X> && kChunks == kRegisterChunks ? 14
+    : kGathers && !kEarlyParameters<X, W> && kChunks > kRegisterChunks              ? 10
     : kBySpan<kLanes, kChunks, kVectorized> ||
-            (kVectorized && (kEarlyParameters<X, W> || kChunks == kRegisterChunks))
+            (kVectorized && (kEarlyParameters<X, W> || kChunks >= kRegisterChunks))
         ? 12
         : 8;
 
@@ -458,7 +463,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int shape = plan.threads_per_row * 10 + plan.chunks_per_thread;
-  if constexpr (kOneType<X, Y, W> && !std::is_same_v<X, double>) {
+  if constexpr (kAnyChunks<X, Y>) {
     if constexpr (kIs16Bit<X>) {  // gathered where they are aligned
       switch (shape) {
         case 13:
@@ -516,8 +521,8 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
     case 324:
       return launch_rows(forward_short_rows<X, Y, W, 32, 4, kVectorized>);
   }
-  // Two chunks of whole ones of one type are in a lane each.
-  if constexpr (!kVectorized || !kOneType<X, Y, W> || std::is_same_v<X, double>) {
+  // Two chunks of whole ones are in a lane each.
+  if constexpr (!kVectorized || !kAnyChunks<X, Y>) {
     if (shape == 12) return launch_rows(forward_short_rows<X, Y, W, 1, 2, kVectorized>);
   }
   if constexpr (!kVectorized) {

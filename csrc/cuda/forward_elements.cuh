@@ -3,8 +3,9 @@
 // granules.
 //
 // A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
-// them apart. Short rows have few lanes, for sums over lanes take their time: as many that each has
-// at most kMostElementColumns columns. Longer rows are shared out evenly among warps.
+// them apart; where pairs lie in whole words of memory they move as such. Short rows have few
+// lanes, for sums over lanes take their time: as many that each has at most kMostElementColumns
+// columns. Longer rows are shared out evenly among warps.
 #pragma once
 
 #include "forward_start.cuh"
@@ -14,8 +15,12 @@
 
 namespace fastnorm::cuda {
 
+// Of which rows the pairs of columns lie in whole words: of all, as where rows have an even number
+// of columns, of every other one from the first on, where it is odd, or of none that is known.
+enum class Pairing { kNone, kAll, kAlternate };
+
 // kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane.
-template <class X, int kLanes, int kSteps, int kWhole, int kRows>
+template <class X, int kLanes, int kSteps, int kWhole, int kRows, Pairing kPairing>
 class ElementTile {
  public:
   static constexpr int kCount = kSideBySide<X>;
@@ -29,6 +34,14 @@ class ElementTile {
     const X* const mine = row + column_;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
+      if constexpr (kPairing != Pairing::kNone) {
+        if (is_paired(r, s)) {
+          const auto pair = load_wide<X, kCount>(mine + s * kStep, has(s, 0));
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) values_[r][s][i] = pair.template get<float>(i);
+          continue;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         values_[r][s][i] = has(s, i) ? widen(mine[s * kStep + i]) : 0;
@@ -97,6 +110,12 @@ class ElementTile {
           X* const target = place(r) + column_ + s * kStep;
           Pack<X, 2> pair;
           pair.set_pair(0, y(0), y(kCount - 1));
+          if constexpr (kPairing != Pairing::kNone) {
+            if (is_paired(r, s)) {
+              if (has(s, 0)) store_pack(target, pair);
+              continue;
+            }
+          }
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
             if (has(s, i)) target[i] = pair.element(i);
@@ -132,19 +151,23 @@ class ElementTile {
   const int column_;  // this lane's first
   const int left_;    // columns from there on
 
-  __device__ __forceinline__ bool has_whole(int s) const { return s < kWhole; }
+  static __device__ __forceinline__ bool is_paired(int r, int s) {
+    return kPairing == Pairing::kAll || (r % 2 == 0 && has_whole(s));
+  }
+
+  static __device__ __forceinline__ bool has_whole(int s) { return s < kWhole; }
 
   __device__ __forceinline__ bool has(int s, int i) const {
     return has_whole(s) || s * kStep + i < left_;
   }
 };
 
-template <class X, class W, int kLanes, int kSteps, int kRows>
+template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing>
 __global__ void __launch_bounds__(kElementRowThreads)
     forward_elements(const ForwardParameters<X, X, W> p) {
   // Rows are planned so that the last two pairs of columns may be missing, and no others.
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
-  using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows>;
+  using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows, kPairing>;
   constexpr int kTeams = kWarpSize / kLanes;  // rows side by side
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
   constexpr int kCapacity = kTeams * kRows * kSteps * Tile::kStep;
@@ -158,13 +181,14 @@ __global__ void __launch_bounds__(kElementRowThreads)
       (static_cast<int64_t>(blockIdx.x) * (kElementRowThreads / kWarpSize) + warp) * kWarpRows;
   if (first_row >= p.rows) return;
   const int cols = static_cast<int>(p.cols);
-  const auto row_of = [&](int r) { return first_row + r * kTeams + team; };
+  const auto row_of = [&](int r) { return first_row + team * kRows + r; };
 
   Tile tile(cols);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    // Beyond the last row, that one again.
-    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : p.rows - 1) * p.x_row_stride);
+    // Beyond the last row, that one again, or the last that begins as this one does.
+    const int64_t last = kPairing == Pairing::kAlternate ? (p.rows - 1) / 2 * 2 : p.rows - 1;
+    tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : last) * p.x_row_stride);
   }
   SetMoments<float> sets[kRows];
   float rstd[kRows];
@@ -179,8 +203,8 @@ __global__ void __launch_bounds__(kElementRowThreads)
   }
   X* const y = p.y + first_row * p.cols;
   X* const staged =
-      stages[warp] + reinterpret_cast<uintptr_t>(y) % kChunkBytes / sizeof(X) + team * cols;
-  tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * kTeams * cols; });
+      stages[warp] + reinterpret_cast<uintptr_t>(y) % kChunkBytes / sizeof(X) + team * kRows * cols;
+  tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * cols; });
   __syncwarp();
   const int64_t rows = p.rows - first_row;
   write_staged<kCapacity>(y, stages[warp],
@@ -189,11 +213,11 @@ __global__ void __launch_bounds__(kElementRowThreads)
 
 // Rows that the warps of a block hold together. The first warps have p.warp_steps steps of pairs of
 // columns each, those from p.first_longer_warp on one more.
-template <class X, class W, int kSteps, int kRows>
+template <class X, class W, int kSteps, int kRows, Pairing kPairing>
 __global__ void __launch_bounds__(kMaxThreadsPerRow)
     forward_long_elements(const ForwardParameters<X, X, W> p) {
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
-  using Tile = ElementTile<X, kWarpSize, kSteps, kWhole, kRows>;
+  using Tile = ElementTile<X, kWarpSize, kSteps, kWhole, kRows, kPairing>;
   constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
   constexpr int kCapacity = kSteps * Tile::kStep;
   constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
@@ -255,10 +279,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   }
 }
 
-template <class X, class W, int kSteps, int kRows>
+template <class X, class W, int kSteps, int kRows, Pairing kPairing>
 cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
                                  cudaStream_t stream) {
-  const auto kernel = forward_long_elements<X, W, kSteps, kRows>;
+  const auto kernel = forward_long_elements<X, W, kSteps, kRows, kPairing>;
   static std::atomic<uint64_t> prepared{0};  // a bit per device
   const int most_bytes = kMaxThreadsPerRow / kWarpSize *
                          element_stage_bytes(plan.columns_per_thread, kRows, sizeof(X));
@@ -275,47 +299,73 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
 
 // Whether any plan has `columns` of a row in each of its lanes, of a warp or of several. Half the
 // lanes hold shorter rows; rows whose whole chunks fill warps are in chunks (chunks_fill_warps),
-// and those of 16 bits that eight lanes of 16 columns would hold are very short ones.
+// but for some whose pairs do.
 template <class X, class W>
-constexpr bool holds_elements(int lanes, int columns) {
-  if (lanes == kLeastElementLanes) return !kIs16Bit<X> || columns != 16;
+constexpr bool holds_elements(int lanes, int columns, Pairing pairing) {
+  if (lanes == kLeastElementLanes) return true;
   if (columns <= kMostElementColumns / 2) return false;
   if (std::is_same_v<X, float> && lanes == kWarpSize) return columns == 28;
   if (std::is_same_v<X, float> && lanes < kWarpSize) return columns < kMostElementColumns;
   const bool fills_warps = kIs16Bit<X> && std::is_same_v<X, W>;
-  return lanes <= kWarpSize || !fills_warps;
+  return lanes <= kWarpSize || !fills_warps ||
+         (columns <= kMostPairedColumns && pairing != Pairing::kAlternate);
+}
+
+template <class X, class W>
+Pairing find_pairing(const ForwardParameters<X, X, W>& p) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.y);
+  if (!kIs16Bit<X> || addresses % 4 != 0 || (p.x_row_stride - p.cols) % 2 != 0) {
+    return Pairing::kNone;
+  }
+  return p.cols % 2 == 0 ? Pairing::kAll : Pairing::kAlternate;
 }
 
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
   if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
-  const auto launch_lanes = [&](auto lanes, auto pairs) {
+  const auto launch_lanes = [&](auto lanes, auto pairs, auto pairing) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
-    if constexpr (holds_elements<X, W>(kLanes, kColumns)) {
+    constexpr Pairing kPairing = decltype(pairing)::value;
+    if constexpr (holds_elements<X, W>(kLanes, kColumns, kPairing)) {
       constexpr int kSteps = kColumns / kSideBySide<X>;
-      return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows>,
+      return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,
                              dim3(kElementRowThreads), p, plan, stream);
     } else {
       return cudaErrorInvalidValue;
     }
   };
-  const auto launch_pairs = [&](auto pairs) {
+  const auto launch_run = [&](auto pairs, auto pairing) {
     constexpr int kColumns = 2 * decltype(pairs)::value;
-    if constexpr (holds_elements<X, W>(kMaxThreadsPerRow, kColumns)) {
+    constexpr Pairing kPairing = decltype(pairing)::value;
+    if constexpr (holds_elements<X, W>(kMaxThreadsPerRow, kColumns, kPairing)) {
       if (plan.threads_per_row > kWarpSize) {
-        return launch_long_elements<X, W, kColumns / kSideBySide<X>, kElementRows>(p, plan, stream);
+        constexpr int kSteps = kColumns / kSideBySide<X>;
+        return launch_long_elements<X, W, kSteps, kElementRows, kPairing>(p, plan, stream);
       }
     }
     switch (plan.threads_per_row) {
       case kLeastElementLanes:
-        return launch_lanes(std::integral_constant<int, kLeastElementLanes>(), pairs);
+        return launch_lanes(std::integral_constant<int, kLeastElementLanes>(), pairs, pairing);
       case 16:
-        return launch_lanes(std::integral_constant<int, 16>(), pairs);
+        return launch_lanes(std::integral_constant<int, 16>(), pairs, pairing);
       case 32:
-        return launch_lanes(std::integral_constant<int, 32>(), pairs);
+        return launch_lanes(std::integral_constant<int, 32>(), pairs, pairing);
     }
     return cudaErrorInvalidValue;
+  };
+  const auto launch_pairs = [&](auto pairs) {
+    if constexpr (kIs16Bit<X>) {
+      switch (find_pairing(p)) {
+        case Pairing::kAll:
+          return launch_run(pairs, std::integral_constant<Pairing, Pairing::kAll>());
+        case Pairing::kAlternate:
+          return launch_run(pairs, std::integral_constant<Pairing, Pairing::kAlternate>());
+        case Pairing::kNone:
+          break;
+      }
+    }
+    return launch_run(pairs, std::integral_constant<Pairing, Pairing::kNone>());
   };
   switch (plan.columns_per_thread / 2) {
     case 6:

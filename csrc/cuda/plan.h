@@ -83,17 +83,20 @@ constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles:
 constexpr int kMaxTileLanes = 8;         // and at most
 constexpr int kElementRowThreads = 128;  // the block of kElements
 constexpr int kLeastElementLanes = 8;    // of a row of kElements
-constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forward
+constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forward, and
+constexpr int kMostPairedColumns = 28;   // where it is better than chunks that fill warps: in up to
+constexpr int kMaxPairedWarps = 4;       // so many of these
 constexpr int kLeastElementPairs = 4;    // of columns: a lane of the backward's long ones has more
 constexpr int kTinyColumns = 8;          // of a lane of kElements in very short rows
 constexpr int kMostTinyColumns = 64;     // of such a row
 constexpr int kMostTinyForward = 128;    // of such a row of a 16-bit type in the forward, and
-constexpr int kLeastTinyForward = 81;    // the least beyond kMostTinyColumns
+constexpr int kLeastTinyForward = 111;   // the least beyond kMostTinyColumns, of odd ones
 constexpr int kTinyThreads = 128;        // the block of such rows in the backward
 constexpr int kTinyBlocks = 6;           // of them, that a multiprocessor holds
 constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
-constexpr int kColumnBlocks = 4;         // of kColumns, that a multiprocessor holds where it can
+constexpr int kColumnWarps = 32;         // of kColumns, that a multiprocessor holds where it can,
+constexpr int kUnevenColumnWarps = 24;   // and of rows that are not aligned
 
 // The smallest power of two that is no less.
 constexpr int64_t next_power_of_two(int64_t n) {
@@ -197,8 +200,9 @@ struct BackwardPlan {
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
   int64_t column_blocks = 0;
-  // kColumns: threads across a tile of columns, rows of threads, tiles; in `partials` slices the
-  // blocks of a tile share the rows.
+  // kColumns: columns of a tile, threads across it, rows of threads, tiles; in `partials` slices
+  // the blocks of a tile share the rows.
+  int column_width = 0;
   int column_threads = 0;
   int column_rows = 0;
   int64_t column_tiles = 0;

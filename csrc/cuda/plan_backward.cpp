@@ -77,20 +77,42 @@ int64_t least_shares(int64_t rows) {
   return shares;
 }
 
-void plan_columns(BackwardPlan& plan, const BackwardProblem& problem, int64_t chunks,
+void plan_columns(BackwardPlan& plan, const BackwardProblem& problem,
                   const DeviceProperties& device) {
   plan.weight_grads = WeightGrads::kColumns;
-  plan.column_threads = static_cast<int>(std::min<int64_t>(kWarpSize, next_power_of_two(chunks)));
-  plan.column_rows = kMaxSharedBlock / plan.column_threads;
-  plan.column_tiles = ceil_div(chunks, plan.column_threads);
-  // As many blocks as run side by side, if slices of all tiles come near that; else enough to fill
-  // the device several times over. But slices of a few rows per thread, and enough of them.
-  const int64_t resident = int64_t{kColumnBlocks} * device.sm_count;
-  const int64_t even = resident / plan.column_tiles;
-  const bool side_by_side =
-      plan.vectorized && has_one_dtype(problem) && problem.x_dtype != DType::kFloat64;
-  const bool fills = side_by_side && 10 * even * plan.column_tiles >= 9 * resident;
-  const int64_t wanted = fills ? even : ceil_div(2 * resident, plan.column_tiles);
+  // Tiles of one width, of a chunk in each thread. Where rows are not aligned a tile lies in one
+  // chunk of memory more than it has, and rows that a thread adds up are as many apart as a chunk
+  // has columns, or a multiple (see ColumnAccess).
+  const int64_t columns = chunk_columns(problem.x_dtype);
+  const int64_t beyond = plan.vectorized ? 0 : columns - 1;
+  const int64_t unit = plan.vectorized ? columns : 1;
+  plan.column_tiles = ceil_div(problem.cols, kWarpSize * columns - beyond);
+  const int64_t width = ceil_div(ceil_div(problem.cols, unit), plan.column_tiles) * unit;
+  const int64_t threads = ceil_div(width + beyond, columns);
+  const int64_t period = plan.vectorized ? 1 : columns;
+  plan.column_width = static_cast<int>(width);
+  plan.column_threads = static_cast<int>(threads);
+  plan.column_rows = static_cast<int>(kMaxSharedBlock / (threads * period) * period);
+  // As many blocks as run side by side, or two to four times as many, of which few are missing in
+  // the last wave. But slices of a few rows per thread, and enough of them.
+  const int64_t warps = ceil_div(threads * plan.column_rows, kWarpSize);
+  const int64_t most_warps = plan.vectorized ? kColumnWarps : kUnevenColumnWarps;
+  const int64_t resident = most_warps / warps * device.sm_count;
+  int64_t wanted = ceil_div(2 * resident, plan.column_tiles);
+  if (has_one_dtype(problem) && problem.x_dtype != DType::kFloat64) {
+    constexpr double kEnough = 0.9;
+    constexpr int64_t kMostWaves = 4;
+    double best = 0;
+    for (int64_t waves = 1; waves <= kMostWaves && best < kEnough; ++waves) {
+      const int64_t slices = waves * resident / plan.column_tiles;
+      const double busy =
+          static_cast<double>(slices * plan.column_tiles) / static_cast<double>(waves * resident);
+      if (busy > best) {
+        best = busy;
+        wanted = slices;
+      }
+    }
+  }
   const int64_t sensible = ceil_div(problem.rows, int64_t{4} * plan.column_rows);
   const int64_t least = ceil_div(least_shares(problem.rows), plan.column_rows);
   plan.partials = std::max<int64_t>(1, std::min(std::max(wanted, least), sensible));
@@ -154,9 +176,12 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
   const int64_t bytes = bytes_of(problem);
   if (!problem.weight_grads) {
     const bool slow_stores = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32;
-    const bool slow_lanes = shape.threads < kWarpSize &&
-                            shape.threads != next_power_of_two(shape.threads) &&
-                            !has_slow_memory(device);
+    const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
+    const int64_t room = int64_t{shape.threads} * ring_chunks(shape, problem);
+    const bool odd_lanes =
+        shape.threads < kWarpSize && shape.threads != next_power_of_two(shape.threads);
+    const bool slow_lanes = (odd_lanes || 20 * chunks < 19 * room) &&
+                            size_in_bytes(problem.x_dtype) == 2 && !has_slow_memory(device);
     const bool too_many = (slow_stores && bytes > kFewElementsBytes) ||
                           (slow_lanes && bytes > kFewRowsBytes) ||
                           (shape.threads > kMaxSharedBlock && bytes > kFewLongRowsBytes);
@@ -257,9 +282,8 @@ struct Groups {
 // The fused backward leaves one row of partial sums per group, written and read once in float32. It
 // pays while a group has at least kMinRows rows to spread that over; below, x and dy mostly sit in
 // the L2 cache and reading them twice is cheaper.
-void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, int64_t chunks,
-                       const Groups& groups, bool streams, const DeviceProperties& device,
-                       const PlanRequest& request) {
+void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const Groups& groups,
+                       bool streams, const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kMinRows = 8;
   const bool tiny = plan.kernel == Kernel::kElements && is_tiny(problem.cols);
   // The blocks of a row may leave several shares: 192 x 1000000 bfloat16 reached .56 of an
@@ -273,7 +297,7 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, int64
   const bool pays = tiny || (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
   const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
   if (!can_fuse || !fuse) {
-    plan_columns(plan, problem, chunks, device);
+    plan_columns(plan, problem, device);
     return;
   }
   plan.weight_grads = WeightGrads::kFused;
@@ -321,7 +345,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   groups.all = ceil_div(problem.rows, plan.rows_per_block);
   groups.resident = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
   if (problem.weight_grads) {
-    plan_weight_grads(plan, problem, chunks, groups, streams, device, request);
+    plan_weight_grads(plan, problem, groups, streams, device, request);
   }
 
   const int64_t accumulator_bytes = size_in_bytes(accumulation_dtype(problem.x_dtype));

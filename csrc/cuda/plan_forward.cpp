@@ -28,6 +28,11 @@ bool is_uneven(const ForwardProblem& problem) {
   return problem.cols % chunk_columns(problem.x_dtype) != 0;
 }
 
+// Whether pairs of 16-bit columns may lie in whole words in every row.
+bool has_even_columns(const ForwardProblem& problem) {
+  return size_in_bytes(problem.x_dtype) == 2 && problem.cols % 2 == 0;
+}
+
 bool is_vectorized(const ForwardProblem& problem) { return problem.aligned && !is_uneven(problem); }
 
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
@@ -51,12 +56,12 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
   return false;
 }
 
-// Whether 16-bit rows beyond kMostTinyColumns are taken as shorter ones are, by 16 lanes. Of a
-// copy, on an H100, column by column and so: 66 columns of bfloat16 .797 and .799, 75 .887 and
-// .884, 83 .88 and .91, 91 .90 and .965, 100 .89 and .95, 117 .90 and .955, 127 .89 and .99.
+// Whether 16-bit rows beyond kMostTinyColumns are taken as shorter ones are, by 16 lanes: odd ones.
+// Of a copy, on an H200, column by column and so: bfloat16 83 columns .76 and .68, 101 .78 and .73,
+// 127 .79 and .90; even ones, in pairs, 100 .84 and .73, 126 .93 and .89.
 bool is_tiny_16_bit(const ForwardProblem& problem) {
-  return size_in_bytes(problem.x_dtype) == 2 && problem.cols >= kLeastTinyForward &&
-         problem.cols <= kMostTinyForward;
+  return size_in_bytes(problem.x_dtype) == 2 && problem.cols % 2 == 1 &&
+         problem.cols >= kLeastTinyForward && problem.cols <= kMostTinyForward;
 }
 
 // No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
@@ -117,46 +122,63 @@ int register_chunks(int64_t chunks, const ForwardProblem& problem) {
 // .96; bfloat16 with float32 parameters 1023 .72 and .82, 1801 .76 and .78, 2049 .84 and .75, 4095
 // .78 and .75, 12289 .66 and .51.
 bool chunks_fill_warps(const ForwardProblem& problem) {
+  const bool even = has_even_columns(problem);
   const int64_t chunks = problem.cols / chunk_columns(problem.x_dtype);
   const int64_t warps = ceil_div(chunks, int64_t{kWarpSize} * kRegisterChunks);
   const double busy =
       static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
-  if (!problem.one_dtype) return warps > 1 && warps <= kMaxUnevenWarps && busy >= 0.92;
-  if (size_in_bytes(problem.x_dtype) == 2) return warps > 1 || busy >= 0.91;
+  if (!problem.one_dtype) {
+    return warps > (even ? 4 : 1) && warps <= kMaxUnevenWarps && busy >= 0.92;
+  }
+  if (size_in_bytes(problem.x_dtype) == 2) return warps > 1 || (busy >= 0.91 && !even);
   if (warps == 2 && register_chunks(chunks, problem) > kRegisterChunks) return true;
   return busy >= (warps == 1 || warps == 2 || warps == 4 ? 0.86 : 0.97);
+}
+
+// Whether pairs of columns are faster all the same, which move as such where rows have an even
+// number of them: where few lanes of a few warps are left idle, and registers leave room for many.
+// Of a copy, on an H200, in chunks and so: bfloat16 1250 .93 and .94, 1500 .93 and .95, 1750 .87
+// and .93, 2100 .78 and .935, 2300 .83 and .96, 2500 .87 and .95, 3500 .88 and .94; but, with more
+// idle, 1026 .95 and .83, 1100 .88 and .87, 2050 .94 and .93, and with 32 columns in a lane 2700
+// .90 and .86, 3002 .95 and .89, 4094 .95 and .90.
+bool pairs_fill_warps(const ForwardProblem& problem, const ForwardPlan& plan) {
+  return problem.one_dtype && has_even_columns(problem) &&
+         plan.columns_per_thread <= kMostPairedColumns &&
+         10 * problem.cols >= int64_t{9} * plan.threads_per_row * plan.columns_per_thread;
 }
 
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = is_uneven(problem);
-  const int most_threads = problem.one_dtype ? 3 * kWarpSize : kMaxThreadsPerRow;
+  const int most_threads = !problem.one_dtype          ? kMaxThreadsPerRow
+                           : has_even_columns(problem) ? kMaxPairedWarps * kWarpSize
+                                                       : 3 * kWarpSize;
   // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7
   // .99 and .97, 9 .78 and .97, 10 .83 and .96, 13 .93 and .95, 17 .71 and .96, 25 .89 and .99, 31
   // .97 and .98.
   const bool two_chunks =
       problem.x_dtype == DType::kFloat32 && (problem.cols == 6 || problem.cols == 7);
   if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || two_chunks ||
-      problem.cols > most_threads * kMostElementColumns || chunks_fill_warps(problem)) {
+      problem.cols > most_threads * kMostElementColumns) {
     return false;
   }
   ForwardPlan plan;
   shape_elements(plan, problem);
+  if (chunks_fill_warps(problem) && !pairs_fill_warps(problem, plan)) return false;
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
 }
 
 // Whether lanes of short rows may have other numbers of chunks than two and four: kernels for that
-// are compiled where all tensors have one dtype.
+// are compiled where y has x's dtype.
 bool has_any_chunks(const ForwardProblem& problem) {
-  return problem.one_dtype && problem.y_as_x && problem.x_dtype != DType::kFloat64 &&
-         !is_uneven(problem);
+  return problem.y_as_x && problem.x_dtype != DType::kFloat64 && !is_uneven(problem);
 }
 
 // Rows that one warp holds: there are kernels for whole chunks of 16-bit elements that ask for
 // weight and bias only when a row's sums are there, with registers for more warps therefore.
 bool has_warp_rows(const ForwardProblem& problem, int64_t chunks) {
-  return has_any_chunks(problem) && problem.aligned && size_in_bytes(problem.x_dtype) == 2 &&
+  return problem.one_dtype && is_vectorized(problem) && size_in_bytes(problem.x_dtype) == 2 &&
          chunks <= kWarpSize * kRegisterChunks;
 }
 

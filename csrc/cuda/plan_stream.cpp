@@ -403,13 +403,18 @@ bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperti
   if (cols > kMostColumns) return true;
   constexpr int64_t kOddWarps = 13;
   if (cols > (kOddWarps - 1) * kUnevenColumns && cols <= kOddWarps * kUnevenColumns) return false;
+  const bool even = cols % 2 == 0 && !has_slow_memory(device);
+  if (even && cols > kRowWarps / 2 * kUnevenColumns && cols <= kRowWarps * kUnevenColumns) {
+    const int64_t by_column = ceil_div(cols, kUnevenColumns) * kUnevenColumns;
+    return 100 * cols < 92 * by_column;
+  }
   const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
   const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
   if (2 * warps > kRowWarps) return true;
   const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
   const int64_t rows = kRowWarps / warps;  // of a block
   const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kRowWarps);
-  return warps > 1 && full >= 0.87 && busy >= (full > 1 ? 0.77 : 0.65);
+  return warps > 1 && full >= (even ? 0.93 : 0.87) && busy >= (full > 1 ? 0.77 : 0.65);
 }
 
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,

@@ -194,7 +194,7 @@ cudaError_t with_tiny_run(const Plan& plan, const Body& body) {
     case 8:
       return with_count(std::integral_constant<int, 8>());
     case 16:
-      if constexpr (kMostLanes == 16) return with_count(std::integral_constant<int, 16>());
+      if constexpr (kMostLanes == 16) return body(std::integral_constant<int, 16>(), Eight());
       break;
   }
   return cudaErrorInvalidValue;

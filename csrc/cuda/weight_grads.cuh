@@ -2,8 +2,10 @@
 // where the dx kernel has not done so already; finish_weight_grads adds up the partial sums.
 #pragma once
 
+#include <algorithm>
+
 #include "launch.cuh"
-#include "tile.cuh"
+#include "numeric.cuh"
 
 namespace fastnorm::cuda {
 
@@ -90,45 +92,75 @@ struct ColumnParameters {
   A* dw_partials;
   A* db_partials;
   int64_t tiles;
+  int width;  // columns of a tile
   int64_t slices;
+  int64_t whole_rows;  // of which granules do not reach beyond the tensors' memory
 };
 
-// As plan_columns counts on. More registers are needed where rows are not aligned, or wide.
-template <class X, class DY, bool kVectorized>
+// How a thread reads its kColumns columns of a row: as an aligned chunk; where rows are not
+// aligned, as the granules of memory in which the row lies; or, if those of x and dy hold other
+// columns, by words from wherever a chunk begins.
+//
+// A column's sum does not depend on which thread has it, and rows as many apart as a chunk has
+// columns begin at the same place in their granules. So a thread that has only such rows adds up
+// granules as they are, some of whose columns may be the row's before or after it, and are dropped.
+enum class ColumnAccess { kChunks, kGranules, kAnywhere };
+
+// Blocks that an SM must hold, as plan_columns counts on. More registers are needed by words, or
+// where dy is wider.
+template <class X, class DY, ColumnAccess kAccess>
 constexpr int kLeastColumnBlocks =
-    kVectorized && std::is_same_v<X, DY> && !std::is_same_v<X, double> ? kColumnBlocks : 1;
+    kAccess == ColumnAccess::kAnywhere || !std::is_same_v<X, DY> || std::is_same_v<X, double>
+        ? 1
+        : (kAccess == ColumnAccess::kChunks ? kColumnWarps : kUnevenColumnWarps) * kWarpSize /
+              kColumnThreads;
 
 // A block adds up one tile of columns, a chunk per threadIdx.x, over every so many groups of rows,
 // which its threadIdx.y share. All blocks together go through x and dy from front to back: 65536 x
 // 1024 bfloat16 took 78.5 us on an H200, 80.5 us where each had rows of its own, and 75.8 us where
 // all blocks run side by side (see plan_columns); 16384 x 8192 137.8, 138.4 and 135.4 us.
-template <class X, class DY, bool kVectorized>
-__global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kVectorized>))
+template <class X, class DY, ColumnAccess kAccess>
+__global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAccess>))
     column_sums(const ColumnParameters<X, DY> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kUnroll = 4;  // rows in flight per thread
+  constexpr bool kGranules = kAccess == ColumnAccess::kGranules;
+  constexpr bool kWide = kAccess != ColumnAccess::kAnywhere;
   __shared__ A staging[kColumnThreads * kColumns];
 
   const int64_t slice = blockIdx.x / p.tiles;
-  const int64_t tile = blockIdx.x - slice * p.tiles;
-  const int64_t begin = tile * blockDim.x * kColumns;
-  const int64_t width = static_cast<int64_t>(blockDim.x) * kColumns;
-  const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), 0,
-                                    static_cast<int>(min(width, p.cols - begin))};
+  const int64_t begin = (blockIdx.x - slice * p.tiles) * p.width;
+  const int width = static_cast<int>(min(static_cast<int64_t>(p.width), p.cols - begin));
   const int64_t group = kUnroll * blockDim.y;
+  const int64_t first_row = slice * group + threadIdx.y;
+  int column = threadIdx.x * kColumns;  // this thread's first one, of the tile
+  if constexpr (kGranules) {
+    const uintptr_t element = reinterpret_cast<uintptr_t>(p.x) / sizeof(X);
+    column -= static_cast<int>((element + first_row * p.x_row_stride + begin) % kColumns);
+  }
+  const X* const x_column = p.x + begin + column;
+  const DY* const dy_column = p.dy + begin + column;
 
   A dw[kColumns] = {}, db[kColumns] = {};
-  for (int64_t row = slice * group + threadIdx.y; row < p.rows; row += p.slices * group) {
-    Tile<X, 1, kColumns> x[kUnroll];
-    Tile<DY, 1, kColumns> dy[kUnroll];
+  const auto add = [&](int i, A x, A g, A mean, A rstd) {
+    dw[i] = fma(g, (x - mean) * rstd, dw[i]);
+    db[i] += g;
+  };
+  const int64_t rows = kGranules ? p.whole_rows : p.rows;
+  const int64_t step = p.slices * group;
+  int64_t row = first_row;
+  for (; row < rows; row += step) {
+    Pack<X, kColumns> x[kUnroll];
+    Pack<DY, kColumns> dy[kUnroll];
     A mean[kUnroll], rstd[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t r = row + static_cast<int64_t>(u) * blockDim.y;
-      const bool active = r < p.rows;
-      x[u].load(active ? p.x + r * p.x_row_stride + begin : nullptr, share);
-      dy[u].load(active ? p.dy + r * p.dy_row_stride + begin : nullptr, share);
+      const bool active = r < rows;
+      const int left = active ? width - column : 0;
+      x[u] = load_pack<kWide, X, kColumns>(x_column + r * p.x_row_stride, left);
+      dy[u] = load_pack<kWide, DY, kColumns>(dy_column + r * p.dy_row_stride, left);
       mean[u] = active ? p.mean[r] : A(0);
       rstd[u] = active ? p.rstd[r] : A(0);
     }
@@ -136,10 +168,21 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kVe
     for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        const A g = dy[u].template get<A>(0, i);
-        const A xhat = (x[u].template get<A>(0, i) - mean[u]) * rstd[u];
-        dw[i] = fma(g, xhat, dw[i]);
-        db[i] += g;
+        add(i, x[u].template get<A>(i), dy[u].template get<A>(i), mean[u], rstd[u]);
+      }
+    }
+  }
+  if constexpr (kGranules) {  // the last rows, of which the first turn left out may have some
+#pragma unroll 1
+    for (row -= step; row < p.rows; row += step) {
+#pragma unroll 1
+      for (int64_t r = row; r < min(p.rows, row + group); r += blockDim.y) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          if (r < p.whole_rows || column + i < 0 || column + i >= width) continue;
+          add(i, widen(x_column[r * p.x_row_stride + i]), widen(dy_column[r * p.dy_row_stride + i]),
+              p.mean[r], p.rstd[r]);
+        }
       }
     }
   }
@@ -148,13 +191,13 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kVe
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      staging[threadIdx.y * width + share.column(0) + i] = values[i];
+      const int to = column + i;
+      if (to >= 0 && to < width) staging[threadIdx.y * width + to] = values[i];
     }
     __syncthreads();
-    for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
-         column += kColumnThreads) {
-      partials[slice * p.cols + begin + column] =
-          sum_column(staging + column, static_cast<int>(width), blockDim.y);
+    const int threads = blockDim.x * blockDim.y;
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < width; i += threads) {
+      partials[slice * p.cols + begin + i] = sum_column(staging + i, width, blockDim.y);
     }
   };
   store(dw, p.dw_partials);
@@ -166,6 +209,7 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
                                Accumulator<X>* dw_partials, Accumulator<X>* db_partials,
                                cudaStream_t stream) {
   using A = Accumulator<X>;
+  constexpr int kColumns = kChunkColumns<X>;
   ColumnParameters<X, DY> p;
   p.rows = args.rows;
   p.cols = args.cols;
@@ -178,9 +222,21 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
   p.dw_partials = dw_partials;
   p.db_partials = db_partials;
   p.tiles = plan.column_tiles;
+  p.width = plan.column_width;
   p.slices = plan.partials;
+  // Rows behind which the tensors have as many elements as a granule may reach beyond a row.
+  const int64_t stride = std::min(args.x_row_stride, args.dy_row_stride);
+  const int64_t last_rows = stride > 0 ? (kColumns - 2 + stride) / stride : args.rows;
+  p.whole_rows = std::max<int64_t>(0, args.rows - last_rows);
+  const uintptr_t x_element = reinterpret_cast<uintptr_t>(args.x) / sizeof(X);
+  const uintptr_t dy_element = reinterpret_cast<uintptr_t>(args.dy) / sizeof(DY);
+  const bool alike = (x_element - dy_element) % kColumns == 0 &&
+                     (args.x_row_stride - args.dy_row_stride) % kColumns == 0;
+  const auto kernel = plan.vectorized             ? column_sums<X, DY, ColumnAccess::kChunks>
+                      : alike && p.whole_rows > 0 ? column_sums<X, DY, ColumnAccess::kGranules>
+                                                  : column_sums<X, DY, ColumnAccess::kAnywhere>;
   return Launch(plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows),
-                stream)(plan.vectorized ? column_sums<X, DY, true> : column_sums<X, DY, false>, p);
+                stream)(kernel, p);
 }
 
 // Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where
