@@ -21,7 +21,9 @@ namespace fastnorm::cuda {
 
 // A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
 // kStep columns apart, of which the first kWhole certainly exist. kPaired: rows have an even number
-// of columns and begin at whole words, so that pairs move as such.
+// of columns and begin at whole words, so that pairs move as such. Of an elementwise sum on an
+// H200, single columns and so: bfloat16 66 .715 and .80, 126 .745 and .835, 258 .79 and .855, 514
+// .67 and .715, 1100 .795 and .84; but 300 .87 and .87.
 template <class X, int kSteps, int kWhole, int kStep, bool kPaired>
 struct ElementColumns {
   static constexpr int kCount = kSideBySide<X>;

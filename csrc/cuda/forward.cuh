@@ -496,7 +496,10 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
       case 85:
         return launch_rows(forward_short_rows<X, Y, W, 8, 5, kVectorized>);
       case 105:
-        return launch_rows(forward_short_rows<X, Y, W, 10, 5, kVectorized>);
+        if constexpr (kOneType<X, Y, W>) {
+          return launch_rows(forward_short_rows<X, Y, W, 10, 5, kVectorized>);
+        }
+        break;
       case 163:
         return launch_rows(forward_short_rows<X, Y, W, 16, 3, kVectorized>);
       case 165:

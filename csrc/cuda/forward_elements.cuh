@@ -16,7 +16,10 @@
 namespace fastnorm::cuda {
 
 // Of which rows the pairs of columns lie in whole words: of all, as where rows have an even number
-// of columns, of every other one from the first on, where it is odd, or of none that is known.
+// of columns, of every other one from the first on, where it is odd, or of none that is known. Of a
+// copy on an H200, 134 MB of bfloat16, single columns and so: 82 .69 and .82, 130 .67 and .91, 250
+// .78 and .96, 500 .845 and .975, 750 .89 and .98; odd 129 .66 and .785, 449 .835 and .905, 901
+// .855 and .915.
 enum class Pairing { kNone, kAll, kAlternate };
 
 // kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane.

@@ -159,10 +159,13 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const Device
 // 15.4 us on an H200, in the ring 17.3 us; 12.6 MB, 8192 x 768, 22.4 and 22.1 us; 16.8 MB, 4096 x
 // 2048, 25.5 and 23.7 us); or for dx alone. Rows of more than 256 threads have but one block on a
 // multiprocessor, and are slower then where there are many: dx of 16384 x 8192 bfloat16 took 201
-// us, in the ring 194 us; 65536 x 1024 100 us for 107 us. And so are many rows in lanes that are no
-// power of two where instructions count for more: dx of 524288 x 200 .83 of an elementwise sum on
-// an H200, where dw and db along with it, in the ring, leave 1048576 x 200 .95; but on an H100
-// .975, in the ring .945, of 80 columns .97 and .945, 160 .985 and .955.
+// us, in the ring 194 us; 65536 x 1024 100 us for 107 us. And so are many rows of a 16-bit type
+// that leave lanes idle, or are in lanes that are no power of two, where instructions count for
+// more. Of an elementwise sum on an H200, one by one and in the ring: 200 columns .83 and .945, 320
+// .88 and .955, 576 .84 and .955, 776 .895 and .94, 1032 .845 and .91, 1600 .92 and .955, 2056 .90
+// and .95, but 384, 768 and 1024, which fill them, .965, .975, 1.00 and .96, .965, .955; float32
+// 200 1.00 and .965, 520 1.00 and .93. On an H100 200 .975 and .945, 320 .995 and .97, 1032 .985
+// and .97.
 constexpr int64_t kFewRowsBytes = 12 << 20;
 constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
 

@@ -127,10 +127,13 @@ bool chunks_fill_warps(const ForwardProblem& problem) {
   const int64_t warps = ceil_div(chunks, int64_t{kWarpSize} * kRegisterChunks);
   const double busy =
       static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
-  if (!problem.one_dtype) {
+  if (!problem.one_dtype) {  // even ones: 1026 .70 and .84, 2050 .86 and .91, 4094 .81 and .85
     return warps > (even ? 4 : 1) && warps <= kMaxUnevenWarps && busy >= 0.92;
   }
-  if (size_in_bytes(problem.x_dtype) == 2) return warps > 1 || (busy >= 0.91 && !even);
+  if (size_in_bytes(problem.x_dtype) == 2) {
+    const bool in_pairs = even && problem.cols <= kWarpSize * kMostElementColumns;
+    return warps > 1 || (busy >= 0.91 && !in_pairs);
+  }
   if (warps == 2 && register_chunks(chunks, problem) > kRegisterChunks) return true;
   return busy >= (warps == 1 || warps == 2 || warps == 4 ? 0.86 : 0.97);
 }
@@ -359,6 +362,9 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
 // lane for itself, and so: 24 columns .81 and .87, 40 .76 and .95, 56 .92 and .96, 72 .87 and .94,
 // 104 .91 and .94, 120 .93 and .99, 136 .82 and .93, 152 .82 and .96; but 88 .92 and .87. (Float32
 // has less to do for a chunk; of its rows those of fewer than 13 were left as they are, .87 - .95.)
+//
+// So it is beside float32 parameters: 264 .82 and .915, 320 .93 and .98, 520 .84 and .955, 136 .84
+// and .85; but 392, in ten lanes, .945 and .925. (On an H100 264 .98 and .94, 104 .83 and .98.)
 void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
                       bool uneven) {
   constexpr int64_t kMostInLane = 5, kMostGathered = 19, kNotGathered = 11;
@@ -378,7 +384,7 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
     };
     if (chunks == 2) take(2, 1);
     if (lanes >= 8 && chunks <= lanes / 2 * kMostInLane) take(lanes / 2, kMostInLane);
-    if (chunks == 49 || chunks == 50) take(10, kMostInLane);
+    if (problem.one_dtype && (chunks == 49 || chunks == 50)) take(10, kMostInLane);
     if (chunks % 2 != 0 && chunks >= least_gathered && chunks <= kMostGathered &&
         chunks != kNotGathered) {
       const int64_t few = next_power_of_two(ceil_div(chunks, kMostInLane));

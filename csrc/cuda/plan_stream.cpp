@@ -391,6 +391,11 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // are in the ring as well: 80001 .52 and .47, 120001 .58 and .56, 131071 .59 and .59, but 100001
 // .525 and .56.
 //
+// An even number of columns moves in pairs by column. On an H200, in the ring and so: 900 .82 and
+// .85, 1802 .815 and .84, 2300 .82 and .84, 4500 .68 and .72, 5002 .73 and .775, 6002 .71 and .79,
+// 7002 .72 and .79, 8190 .755 and .82; but 1500 .88 and .845, 2500 .87 and .85, 4098 .805 and .715,
+// and clusters (10002 .72 and .64).
+//
 // On an H100, where instructions count for less, the ring is better from 1025 columns on: 1101 .905
 // and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89, 65537 .86
 // and .615, 69633 .65 and .64, 80001 .72 and .655, 96001 .79 and .73, 112001 .785 and .75, 131071

@@ -104,6 +104,8 @@ struct ColumnParameters {
 // A column's sum does not depend on which thread has it, and rows as many apart as a chunk has
 // columns begin at the same place in their granules. So a thread that has only such rows adds up
 // granules as they are, some of whose columns may be the row's before or after it, and are dropped.
+// Of 134 MB bfloat16 on an H200, by words and so: 101 columns 116 and 79 us, 1023 98 and 78 us,
+// 4095 98 and 78 us, 50257 102 and 88 us (aligned 1024 75 us; a mere read 71).
 enum class ColumnAccess { kChunks, kGranules, kAnywhere };
 
 // Blocks that an SM must hold, as plan_columns counts on. More registers are needed by words, or
@@ -139,13 +141,16 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAc
     const uintptr_t element = reinterpret_cast<uintptr_t>(p.x) / sizeof(X);
     column -= static_cast<int>((element + first_row * p.x_row_stride + begin) % kColumns);
   }
-  const X* const x_column = p.x + begin + column;
-  const DY* const dy_column = p.dy + begin + column;
-
   A dw[kColumns] = {}, db[kColumns] = {};
   const auto add = [&](int i, A x, A g, A mean, A rstd) {
     dw[i] = fma(g, (x - mean) * rstd, dw[i]);
     db[i] += g;
+  };
+  // From a null pointer where there is no row. (By addresses that advance it is fewer instructions,
+  // but ptxas has all loads of a turn ahead of its arithmetic then: 65536 x 1024 77.2 us for 75.)
+  const auto load = [&](auto& pack, const auto* first) {  // of the tile in a row, if there is one
+    using T = std::remove_cv_t<std::remove_pointer_t<decltype(first)>>;
+    pack = load_pack<kWide, T, kColumns>(first + column, first == nullptr ? 0 : width - column);
   };
   const int64_t rows = kGranules ? p.whole_rows : p.rows;
   const int64_t step = p.slices * group;
@@ -158,9 +163,8 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAc
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t r = row + static_cast<int64_t>(u) * blockDim.y;
       const bool active = r < rows;
-      const int left = active ? width - column : 0;
-      x[u] = load_pack<kWide, X, kColumns>(x_column + r * p.x_row_stride, left);
-      dy[u] = load_pack<kWide, DY, kColumns>(dy_column + r * p.dy_row_stride, left);
+      load(x[u], active ? p.x + r * p.x_row_stride + begin : nullptr);
+      load(dy[u], active ? p.dy + r * p.dy_row_stride + begin : nullptr);
       mean[u] = active ? p.mean[r] : A(0);
       rstd[u] = active ? p.rstd[r] : A(0);
     }
@@ -177,11 +181,12 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAc
     for (row -= step; row < p.rows; row += step) {
 #pragma unroll 1
       for (int64_t r = row; r < min(p.rows, row + group); r += blockDim.y) {
+        const int64_t x_at = r * p.x_row_stride + begin + column;
+        const int64_t dy_at = r * p.dy_row_stride + begin + column;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
           if (r < p.whole_rows || column + i < 0 || column + i >= width) continue;
-          add(i, widen(x_column[r * p.x_row_stride + i]), widen(dy_column[r * p.dy_row_stride + i]),
-              p.mean[r], p.rstd[r]);
+          add(i, widen(p.x[x_at + i]), widen(p.dy[dy_at + i]), p.mean[r], p.rstd[r]);
         }
       }
     }
