@@ -260,7 +260,8 @@ def calls(device: Device) -> Iterator[Call]:
                         if not (plain or first):
                             continue
                         whole = cols * size % 16 == 0
-                        for aligned in (True, False) if whole or plain else (False,):
+                        # Uneven rows of a 16-bit type too: by column they move pairs if aligned.
+                        for aligned in (True, False) if whole or plain or size == 2 else (False,):
                             yield Call(
                                 direction, _rows(cols), cols, dtype, other, parameters, aligned,
                                 items,

@@ -80,23 +80,30 @@ int64_t least_shares(int64_t rows) {
 void plan_columns(BackwardPlan& plan, const BackwardProblem& problem,
                   const DeviceProperties& device) {
   plan.weight_grads = WeightGrads::kColumns;
-  // Tiles of one width, of a chunk in each thread. Where rows are not aligned a tile lies in one
+  // Tiles of one width, of a chunk in each thread. Where rows end within a chunk a tile lies in one
   // chunk of memory more than it has, and rows that a thread adds up are as many apart as a chunk
-  // has columns, or a multiple (see ColumnAccess).
+  // has columns, or a multiple (see uneven_column_sums). The shape, and with it the order of
+  // summation, does not depend on where rows begin.
   const int64_t columns = chunk_columns(problem.x_dtype);
-  const int64_t beyond = plan.vectorized ? 0 : columns - 1;
-  const int64_t unit = plan.vectorized ? columns : 1;
-  plan.column_tiles = ceil_div(problem.cols, kWarpSize * columns - beyond);
-  const int64_t width = ceil_div(ceil_div(problem.cols, unit), plan.column_tiles) * unit;
-  const int64_t threads = ceil_div(width + beyond, columns);
-  const int64_t period = plan.vectorized ? 1 : columns;
-  plan.column_width = static_cast<int>(width);
-  plan.column_threads = static_cast<int>(threads);
-  plan.column_rows = static_cast<int>(kMaxSharedBlock / (threads * period) * period);
+  const int64_t chunks = ceil_div(problem.cols, columns);
+  const bool whole = !ends_within_a_chunk(problem);
+  if (whole) {
+    plan.column_tiles = ceil_div(chunks, kWarpSize);
+    plan.column_threads = static_cast<int>(std::min<int64_t>(kWarpSize, next_power_of_two(chunks)));
+    plan.column_rows = kMaxSharedBlock / plan.column_threads;
+    plan.column_width = static_cast<int>(plan.column_threads * columns);
+  } else {
+    plan.column_tiles = ceil_div(problem.cols, kWarpSize * columns - (columns - 1));
+    const int64_t width = ceil_div(problem.cols, plan.column_tiles);
+    const int64_t threads = ceil_div(width + columns - 1, columns);
+    plan.column_threads = static_cast<int>(threads);
+    plan.column_rows = static_cast<int>(kMaxSharedBlock / (threads * columns) * columns);
+    plan.column_width = static_cast<int>(width);
+  }
   // As many blocks as run side by side, or two to four times as many, of which few are missing in
   // the last wave. But slices of a few rows per thread, and enough of them.
-  const int64_t warps = ceil_div(threads * plan.column_rows, kWarpSize);
-  const int64_t most_warps = plan.vectorized ? kColumnWarps : kUnevenColumnWarps;
+  const int64_t warps = ceil_div(plan.column_threads * plan.column_rows, kWarpSize);
+  const int64_t most_warps = whole ? kColumnWarps : kUnevenColumnWarps;
   const int64_t resident = most_warps / warps * device.sm_count;
   int64_t wanted = ceil_div(2 * resident, plan.column_tiles);
   if (has_one_dtype(problem) && problem.x_dtype != DType::kFloat64) {

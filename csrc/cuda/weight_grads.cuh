@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "launch.cuh"
-#include "numeric.cuh"
+#include "tile.cuh"
 
 namespace fastnorm::cuda {
 
@@ -92,43 +92,99 @@ struct ColumnParameters {
   A* dw_partials;
   A* db_partials;
   int64_t tiles;
-  int width;  // columns of a tile
   int64_t slices;
+  int width;           // columns of a tile
   int64_t whole_rows;  // of which granules do not reach beyond the tensors' memory
 };
 
-// How a thread reads its kColumns columns of a row: as an aligned chunk; where rows are not
-// aligned, as the granules of memory in which the row lies; or, if those of x and dy hold other
-// columns, by words from wherever a chunk begins.
-//
-// A column's sum does not depend on which thread has it, and rows as many apart as a chunk has
-// columns begin at the same place in their granules. So a thread that has only such rows adds up
-// granules as they are, some of whose columns may be the row's before or after it, and are dropped.
-// Of 134 MB bfloat16 on an H200, by words and so: 101 columns 116 and 79 us, 1023 98 and 78 us,
-// 4095 98 and 78 us, 50257 102 and 88 us (aligned 1024 75 us; a mere read 71).
-enum class ColumnAccess { kChunks, kGranules, kAnywhere };
-
-// Blocks that an SM must hold, as plan_columns counts on. More registers are needed by words, or
-// where dy is wider.
-template <class X, class DY, ColumnAccess kAccess>
+// Blocks that an SM must hold, as plan_columns counts on. More registers are needed where dy is
+// wider.
+template <class X, class DY, int kWarps>
 constexpr int kLeastColumnBlocks =
-    kAccess == ColumnAccess::kAnywhere || !std::is_same_v<X, DY> || std::is_same_v<X, double>
-        ? 1
-        : (kAccess == ColumnAccess::kChunks ? kColumnWarps : kUnevenColumnWarps) * kWarpSize /
-              kColumnThreads;
+    std::is_same_v<X, DY> && !std::is_same_v<X, double> ? kWarps * kWarpSize / kColumnThreads : 1;
 
-// A block adds up one tile of columns, a chunk per threadIdx.x, over every so many groups of rows,
-// which its threadIdx.y share. All blocks together go through x and dy from front to back: 65536 x
-// 1024 bfloat16 took 78.5 us on an H200, 80.5 us where each had rows of its own, and 75.8 us where
-// all blocks run side by side (see plan_columns); 16384 x 8192 137.8, 138.4 and 135.4 us.
-template <class X, class DY, ColumnAccess kAccess>
-__global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAccess>))
+// Of aligned rows. A block adds up one tile of columns, a chunk per threadIdx.x, over every so many
+// groups of rows, which its threadIdx.y share. All blocks together go through x and dy from front
+// to back: 65536 x 1024 bfloat16 took 78.5 us on an H200, 80.5 us where each had rows of its own,
+// and 75.8 us where all blocks run side by side (see plan_columns); 16384 x 8192 137.8, 138.4 and
+// 135.4 us.
+//
+// (By addresses that advance it is a sixth fewer instructions, but ptxas has all loads of a turn
+// ahead of its arithmetic then, and 65536 x 1024 took 77.2 us for 75.0; as one kernel with the next
+// one 76.)
+template <class X, class DY>
+__global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kColumnWarps>))
     column_sums(const ColumnParameters<X, DY> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kUnroll = 4;  // rows in flight per thread
-  constexpr bool kGranules = kAccess == ColumnAccess::kGranules;
-  constexpr bool kWide = kAccess != ColumnAccess::kAnywhere;
+  __shared__ A staging[kColumnThreads * kColumns];
+
+  const int64_t slice = blockIdx.x / p.tiles;
+  const int64_t tile = blockIdx.x - slice * p.tiles;
+  const int64_t begin = tile * blockDim.x * kColumns;
+  const int64_t width = static_cast<int64_t>(blockDim.x) * kColumns;
+  const Share<X, true> share{static_cast<int>(threadIdx.x), 0,
+                             static_cast<int>(min(width, p.cols - begin))};
+  const int64_t group = kUnroll * blockDim.y;
+
+  A dw[kColumns] = {}, db[kColumns] = {};
+  for (int64_t row = slice * group + threadIdx.y; row < p.rows; row += p.slices * group) {
+    Tile<X, 1, kColumns> x[kUnroll];
+    Tile<DY, 1, kColumns> dy[kUnroll];
+    A mean[kUnroll], rstd[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t r = row + static_cast<int64_t>(u) * blockDim.y;
+      const bool active = r < p.rows;
+      x[u].load(active ? p.x + r * p.x_row_stride + begin : nullptr, share);
+      dy[u].load(active ? p.dy + r * p.dy_row_stride + begin : nullptr, share);
+      mean[u] = active ? p.mean[r] : A(0);
+      rstd[u] = active ? p.rstd[r] : A(0);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const A g = dy[u].template get<A>(0, i);
+        const A xhat = (x[u].template get<A>(0, i) - mean[u]) * rstd[u];
+        dw[i] = fma(g, xhat, dw[i]);
+        db[i] += g;
+      }
+    }
+  }
+
+  const auto store = [&](const A(&values)[kColumns], A* partials) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      staging[threadIdx.y * width + share.column(0) + i] = values[i];
+    }
+    __syncthreads();
+    for (int column = threadIdx.y * blockDim.x + threadIdx.x; column < share.cols;
+         column += kColumnThreads) {
+      partials[slice * p.cols + begin + column] =
+          sum_column(staging + column, static_cast<int>(width), blockDim.y);
+    }
+  };
+  store(dw, p.dw_partials);
+  store(db, p.db_partials);
+}
+
+// Of rows that are not aligned. A column's sum does not depend on which thread has it, and rows as
+// many apart as a chunk has columns begin at the same place in their granules. So a thread that has
+// only such rows adds up granules as they are, some of whose columns may be those of the row before
+// or after, and are dropped (kGranules). Where granules of x and dy hold other columns, it reads
+// words from wherever a chunk begins. Of 134 MB bfloat16 on an H200, by words and so: 101 columns
+// 116 and 79 us, 1023 98 and 78 us, 4095 98 and 78 us, 50257 102 and 88 us (aligned 1024 75 us; a
+// mere read 71).
+template <class X, class DY, bool kGranules>
+__global__ void __launch_bounds__(kColumnThreads,
+                                  (kGranules ? kLeastColumnBlocks<X, DY, kUnevenColumnWarps> : 1))
+    uneven_column_sums(const ColumnParameters<X, DY> p) {
+  using A = Accumulator<X>;
+  constexpr int kColumns = kChunkColumns<X>;
+  constexpr int kUnroll = 4;  // rows in flight per thread
   __shared__ A staging[kColumnThreads * kColumns];
 
   const int64_t slice = blockIdx.x / p.tiles;
@@ -146,11 +202,9 @@ __global__ void __launch_bounds__(kColumnThreads, (kLeastColumnBlocks<X, DY, kAc
     dw[i] = fma(g, (x - mean) * rstd, dw[i]);
     db[i] += g;
   };
-  // From a null pointer where there is no row. (By addresses that advance it is fewer instructions,
-  // but ptxas has all loads of a turn ahead of its arithmetic then: 65536 x 1024 77.2 us for 75.)
   const auto load = [&](auto& pack, const auto* first) {  // of the tile in a row, if there is one
     using T = std::remove_cv_t<std::remove_pointer_t<decltype(first)>>;
-    pack = load_pack<kWide, T, kColumns>(first + column, first == nullptr ? 0 : width - column);
+    pack = load_pack<kGranules, T, kColumns>(first + column, first == nullptr ? 0 : width - column);
   };
   const int64_t rows = kGranules ? p.whole_rows : p.rows;
   const int64_t step = p.slices * group;
@@ -237,9 +291,11 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
   const uintptr_t dy_element = reinterpret_cast<uintptr_t>(args.dy) / sizeof(DY);
   const bool alike = (x_element - dy_element) % kColumns == 0 &&
                      (args.x_row_stride - args.dy_row_stride) % kColumns == 0;
-  const auto kernel = plan.vectorized             ? column_sums<X, DY, ColumnAccess::kChunks>
-                      : alike && p.whole_rows > 0 ? column_sums<X, DY, ColumnAccess::kGranules>
-                                                  : column_sums<X, DY, ColumnAccess::kAnywhere>;
+  // Rows of whole chunks have one shape, aligned or not, which leaves no thread for granules.
+  const bool by_granules = args.cols % kColumns != 0 && alike && p.whole_rows > 0;
+  const auto kernel = plan.vectorized ? column_sums<X, DY>
+                      : by_granules   ? uneven_column_sums<X, DY, true>
+                                      : uneven_column_sums<X, DY, false>;
   return Launch(plan.column_tiles * plan.partials, dim3(plan.column_threads, plan.column_rows),
                 stream)(kernel, p);
 }
