@@ -179,6 +179,8 @@ LARGE = (
     Case(65536, 1024, weight="fp32"),
     Case(16384, 8192, weight="fp32"),
     Case(131072, 768, "fp16", weight="fp32"),
+    Case(8192, 18432, weight="fp32"),
+    Case(1024, 131072, weight="fp32"),
 )
 
 # x of 8 to 128 MB.

@@ -245,6 +245,47 @@ def test_uneven_rows_by_three_and_five_blocks(dtype: torch.dtype) -> None:
                     assert result[-count:].equal(same), f"{rows} x {cols}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+def test_the_forward_ring_beside_float32_parameters(
+    force: Callable[..., None], dtype: torch.dtype
+) -> None:
+    """Many rows for each cluster, few, and one have the same bits, wherever they start, whether or
+    not a warp does nothing but exchange moments, and whichever parameters are missing."""
+    _skip_without_clusters("ring")
+    block = 384 * 7 * 8  # columns
+    for cols, rows in (
+        (16_392, 601), (16_385, 601), (block, 401), (block + 8, 301), (2 * block - 7, 301),
+        (50_257, 301), (4 * block + 8, 101), (8 * block, 77), (8 * block + 8, 77), (300_001, 19),
+    ):  # fmt: skip
+        for count in (1, 7, rows):
+            plan = plan_here("forward", count, cols, dtype, one_dtype=False)
+            assert (plan["kernel"], plan["chunks_per_thread"]) == ("ring", 7)
+            x, _, weight, bias = _arguments(count, cols, dtype)
+            weight, bias = weight.float() / 3, bias.float() / 3
+            results = check_forward(x, [cols], weight, bias)
+            again = {
+                "narrowed": (_narrowed(x), weight, bias),
+                "one row": (x[-1:].clone(), weight, bias),
+                "shifted parameters": (x, _narrowed(weight[None])[0], _narrowed(bias[None])[0]),
+                "without bias": (x, weight, None),
+                "without weight": (x, None, bias),
+            }
+            for exchange_warp in (False, True):
+                force(exchange_warp=exchange_warp)
+                for name, (other, *parameters) in again.items():
+                    expected = results
+                    if None in parameters:
+                        filled = (
+                            weight if parameters[0] is not None else torch.ones_like(weight),
+                            bias if parameters[1] is not None else torch.zeros_like(bias),
+                        )
+                        expected = ops.layer_norm_forward(x, [cols], *filled, 1e-5, None)
+                    same = ops.layer_norm_forward(other, [cols], *parameters, 1e-5, None)
+                    for result, like in zip(same, expected, strict=True):
+                        assert result.equal(like[-len(other) :]), f"{count} x {cols}, {name}"
+            force()
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 def test_the_forward_ring_sums_as_rows_of_one_block_do(
     force: Callable[..., None], dtype: torch.dtype

@@ -290,6 +290,18 @@ def calls(device: Device) -> Iterator[Call]:
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
+            # The same of few blocks or clusters that share a row: several rows for each.
+            if dtype != torch.float64:
+                grid = (("kernel", "ring"), ("cluster_size", 60))
+                yield Call("forward", 41, 1000, dtype, dtype, dtype, aligned, grid)
+            if dtype.itemsize == 2:
+                eights = (("kernel", "ring"), ("cluster_size", 8))
+                for cols in (16_392, 16_399):
+                    call = Call("forward", 67, cols, dtype, dtype, torch.float32, aligned, eights)
+                    yield call
+                    yield replace(call, rows=21, request=grid)
+                    if not aligned:
+                        yield replace(call, request=(*eights, ("exchange_warp", True)))
             for (rows, cols), request in itertools.product(
                 ((613, 1000), (37, 264), (37, 261), (11, 1000), (11, 1001), (5, 4104), (5, 4097)),
                 MERGED,

@@ -1,5 +1,6 @@
 // The forward of rows that a block or a cluster of blocks holds, by blocks that stay. The order of
-// summation is that of forward_rows, so that results are the same bit for bit. Rows that no cluster
+// summation is that of forward_rows, so that results are the same bit for bit; but long 16-bit rows
+// with float32 parameters are always here, in fewer chunks for each thread. Rows that no cluster
 // holds are shared by blocks of a grid that runs as a whole.
 //
 // Every thread copies its own chunks of the rows to come into a ring in shared memory, reads them
@@ -26,7 +27,7 @@
 
 namespace fastnorm::cuda {
 
-template <class X>
+template <class X, class W>
 struct ForwardRingParameters {
   int64_t rows;
   int cols;
@@ -36,8 +37,8 @@ struct ForwardRingParameters {
   const X* x_end;  // of the last row
   int64_t x_row_stride;
   int64_t x_step, y_step;  // bytes between a cluster's rows
-  const X* weight;
-  const X* bias;
+  const W* weight;
+  const W* bias;
   X* y;
   float* mean;
   float* rstd;
@@ -51,25 +52,41 @@ struct ForwardRingParameters {
 constexpr int kForwardExchanges = 4;  // rows whose moments may be on their way at once
 constexpr int kForwardWarps = kMaxThreadsPerRow / kWarpSize;  // of a block
 
-// Rows under way, those being summed and written among them.
+// Chunks of each lane.
+template <class X, class W>
+constexpr int kForwardRingChunks = sizeof(W) == sizeof(X) ? kForwardChunks : kWideRingChunks;
+
+// The largest block, a warp that only exchanges moments included.
+template <class X, class W, int kAhead>
+constexpr int kForwardRingThreads = sizeof(W) > sizeof(X) ? kMaxWideThreads
+                                    : kAhead > 1          ? kAheadThreads + kWarpSize
+                                                          : kMaxThreadsPerRow;
+
+// Rows under way, those being summed and written among them. (With one more and with two, where
+// float32 parameters leave room for that, 20480 columns reached .92 and .90 of a copy on an H200
+// for .93, 40960 .905 and .83 for .915, 20001 .825 and .695 for .85, but 24576 .93 and .94 for
+// .88.)
 template <int kAhead>
 constexpr int kForwardStages = kAhead + 2;
 
 // Granules of a row and warp. An unaligned row reaches into one more.
-template <bool kVectorized>
-constexpr int kForwardGranules = kWarpSize * kForwardChunks + (kVectorized ? 0 : 1);
+template <int kChunks, bool kVectorized>
+constexpr int kForwardGranules = kWarpSize * kChunks + (kVectorized ? 0 : 1);
 
-template <bool kVectorized, int kAhead>
+template <int kChunks, bool kVectorized, int kAhead>
 constexpr int kForwardRingBytes =
-    kForwardStages<kAhead> * kForwardGranules<kVectorized> * kChunkBytes;
+    kForwardStages<kAhead> * kForwardGranules<kChunks, kVectorized> * kChunkBytes;
+
+// Chunks of an unaligned row that are shifted together.
+template <int kChunks>
+constexpr int kForwardTogether = kChunks % 2 == 0 ? 2 : 1;
 
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
-template <int kSize>
+template <int kSize, int kChunks>
 __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int bytes) {
-  constexpr int kChunks = kForwardChunks;
   constexpr int kStep = kWarpSize * kChunkBytes;
-  constexpr int kTogether = 2;
+  constexpr int kTogether = kForwardTogether<kChunks>;
   const int lane = threadIdx.x % kWarpSize;
   const int shifted = static_cast<int>(reinterpret_cast<uintptr_t>(target) % kChunkBytes);
   const bool whole = bytes == kChunks * kStep;
@@ -154,7 +171,7 @@ class MomentsExchange {
       for (int i = 0; i < kForwardExchanges; ++i) {
         init_barrier(shared_address(&storage.warp_barriers[i]), warps_);
         init_barrier(shared_address(&storage.block_barriers[i]), 1);
-        init_barrier(shared_address(&storage.row_barriers[i]), 1);
+        init_barrier(shared_address(&storage.row_barriers[i]), kWarpSize);
       }
       publish_barriers();
     }
@@ -197,10 +214,9 @@ class MomentsExchange {
     for (int row = 0; row < count; ++row) {
       const int turn = row % kForwardExchanges;
       const Set moments = receive(row);
-      if (threadIdx.x % kWarpSize == 0) {
-        *sets(storage_.rows[turn]) = moments;
-        arrive(shared_address(&storage_.row_barriers[turn]));
-      }
+      if (threadIdx.x % kWarpSize == 0) *sets(storage_.rows[turn]) = moments;
+      // By every lane, for each has read what the block's warps had posted, which they post anew.
+      arrive(shared_address(&storage_.row_barriers[turn]));
       if (row + 1 < count) send(row + 1);
     }
   }
@@ -325,17 +341,17 @@ class GridMomentsExchange : public GridExchange {
 };
 
 // kAhead: rows whose moments are posted before a row is written.
-template <class X, bool kVectorized, ForwardSpan kSpan, int kAhead>
-__global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxThreadsPerRow, 1)
-    forward_ring(const ForwardRingParameters<X> p) {
+template <class X, class W, bool kVectorized, ForwardSpan kSpan, int kAhead>
+__global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
+    forward_ring(const ForwardRingParameters<X, W> p) {
   if (!kStreams) return;
   constexpr int kColumns = kChunkColumns<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
-  constexpr int kChunks = kForwardChunks;
+  constexpr int kChunks = kForwardRingChunks<X, W>;
   constexpr int kStages = kForwardStages<kAhead>;
-  constexpr unsigned kStageBytes = kForwardGranules<kVectorized> * kChunkBytes;
+  constexpr unsigned kStageBytes = kForwardGranules<kChunks, kVectorized> * kChunkBytes;
   constexpr unsigned kStep = kWarpSize * kChunkBytes;  // between a lane's chunks
-  constexpr int kTogether = 2;  // chunks of an unaligned row that are shifted together
+  constexpr int kTogether = kForwardTogether<kChunks>;
   using Chunk = Pack<X, kColumns>;
   using RowSpan = Span<X, kChunks>;
   using Set = SetMoments<float>;
@@ -365,7 +381,7 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   const int count = static_cast<int>((p.rows - 1 - first) / p.clusters) + 1;
 
   const unsigned ring = shared_address(ring_memory) +
-                        warp * kForwardRingBytes<kVectorized, kAhead> + lane * kChunkBytes;
+                        warp * kForwardRingBytes<kChunks, kVectorized, kAhead> + lane * kChunkBytes;
   const auto next_slot = [&](unsigned slot) {
     slot += kStageBytes;
     return slot == ring + kStages * kStageBytes ? ring : slot;
@@ -432,14 +448,14 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   }();
   if constexpr (!kGrid) cluster_arrive();
   const bool serves = kServed && warp == warps;
-  Chunk weight[kChunks], bias[kChunks];
+  Pack<W, kColumns> weight[kChunks], bias[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     const int left = span.cols - (k * kWarpSize + lane) * kColumns;
-    const auto load = [&](const X* parameters, float absent) {
+    const auto load = [&](const W* parameters, float absent) {
       return parameters == nullptr
-                 ? fill_pack<X, kColumns>(absent)
-                 : load_pack<kVectorized, X, kColumns>(parameters + span.column(k), left);
+                 ? fill_pack<W, kColumns>(absent)
+                 : load_pack<kVectorized, W, kColumns>(parameters + span.column(k), left);
     };
     weight[k] = load(p.weight, 1);
     bias[k] = load(p.bias, 0);
@@ -454,7 +470,7 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   // Moments of the warp's span; leaves the chunks of an unaligned one where they belong.
   const auto sum_span = [&](unsigned slot, auto is_whole) {
     constexpr bool kWhole = decltype(is_whole)::value;
-    ChunkMoments<float, kForwardChunks, kColumns> thread;
+    ChunkMoments<float, kChunks, kColumns> thread;
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
@@ -527,7 +543,7 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
     }
     if constexpr (!kVectorized) {
       __syncwarp();
-      write_unaligned<kSize>(y, slot, run * kSize);
+      write_unaligned<kSize, kChunks>(y, slot, run * kSize);
       __syncwarp();  // before the slot is filled again
     }
     y += p.y_step;
@@ -585,13 +601,14 @@ __global__ void __launch_bounds__(kAhead > 1 ? kAheadThreads + kWarpSize : kMaxT
   }
 }
 
-template <class X, bool kVectorized, ForwardSpan kSpan, int kAhead>
-cudaError_t launch_ring(const ForwardRingParameters<X>& p, const ForwardPlan& plan,
+template <class X, class W, bool kVectorized, ForwardSpan kSpan, int kAhead>
+cudaError_t launch_ring(const ForwardRingParameters<X, W>& p, const ForwardPlan& plan,
                         cudaStream_t stream) {
   constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kSpan != ForwardSpan::kCluster;
-  const auto kernel = forward_ring<X, kVectorized, kSpan, kAhead>;
-  constexpr int kWarpBytes = kForwardRingBytes<kVectorized, kAhead>;
-  constexpr int kMostWarps = kAhead > 1 ? kAheadThreads / kWarpSize : kForwardWarps;
+  const auto kernel = forward_ring<X, W, kVectorized, kSpan, kAhead>;
+  constexpr int kChunks = kForwardRingChunks<X, W>;
+  constexpr int kWarpBytes = kForwardRingBytes<kChunks, kVectorized, kAhead>;
+  constexpr int kMostWarps = kForwardRingThreads<X, W, kAhead> / kWarpSize - (kServed ? 1 : 0);
   if (p.warps > kMostWarps || plan.exchange_warp != kServed) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> prepared{0};  // a bit per device
   const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
@@ -603,11 +620,12 @@ cudaError_t launch_ring(const ForwardRingParameters<X>& p, const ForwardPlan& pl
   return (kGrid ? launch.together() : launch.in_clusters(plan.cluster_size))(kernel, p);
 }
 
-// Rows of X whose y, weight and bias have the same dtype.
-template <class X>
-cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
-                                cudaStream_t stream) {
-  ForwardRingParameters<X> p;
+// Rows of X, and y; weight and bias of W.
+template <class X, class W>
+cudaError_t launch_ring_of(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+                           cudaStream_t stream) {
+  constexpr int kChunks = kForwardRingChunks<X, W>;
+  ForwardRingParameters<X, W> p;
   p.exchange = static_cast<uint4*>(workspace);
   p.rows = args.rows;
   p.cols = static_cast<int>(args.cols);
@@ -616,8 +634,8 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.x = static_cast<const X*>(args.x);
   p.x_row_stride = args.x_row_stride;
   p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;
-  p.weight = static_cast<const X*>(args.weight);
-  p.bias = static_cast<const X*>(args.bias);
+  p.weight = static_cast<const W*>(args.weight);
+  p.bias = static_cast<const W*>(args.bias);
   p.y = static_cast<X*>(args.y);
   p.mean = static_cast<float*>(args.mean);
   p.rstd = static_cast<float*>(args.rstd);
@@ -626,24 +644,39 @@ cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
   p.cluster_size = plan.cluster_size;
   p.warps = plan.threads_per_row / kWarpSize;
-  const int block_cols = plan.threads_per_row * kForwardChunks * kChunkColumns<X>;
+  const int block_cols = plan.threads_per_row * kChunks * kChunkColumns<X>;
   p.filled_blocks = (p.cols - 1) / block_cols + 1;
   const auto launch = [&](auto vectorized) {
     constexpr bool kVectorized = decltype(vectorized)::value;
     using Span = ForwardSpan;
     if (plan.in_grid) {
-      return plan.rows_ahead > 1
-                 ? launch_ring<X, kVectorized, Span::kGrid, kGridAhead>(p, plan, stream)
-                 : launch_ring<X, kVectorized, Span::kGrid, 1>(p, plan, stream);
+      if constexpr (kChunks == kForwardChunks) {
+        if (plan.rows_ahead == 1) {
+          return launch_ring<X, W, kVectorized, Span::kGrid, 1>(p, plan, stream);
+        }
+      }
+      return launch_ring<X, W, kVectorized, Span::kGrid, kGridAhead>(p, plan, stream);
     }
     if constexpr (!kVectorized) {
       if (plan.exchange_warp) {
-        return launch_ring<X, kVectorized, Span::kServedCluster, 1>(p, plan, stream);
+        return launch_ring<X, W, kVectorized, Span::kServedCluster, 1>(p, plan, stream);
       }
     }
-    return launch_ring<X, kVectorized, Span::kCluster, 1>(p, plan, stream);
+    return launch_ring<X, W, kVectorized, Span::kCluster, 1>(p, plan, stream);
   };
   return plan.vectorized ? launch(std::true_type()) : launch(std::false_type());
+}
+
+// Finds the type of weight and bias.
+template <class X>
+cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+                                cudaStream_t stream) {
+  if constexpr (kIs16Bit<X>) {
+    if (plan.chunks_per_thread < kForwardChunks) {
+      return launch_ring_of<X, float>(args, plan, workspace, stream);
+    }
+  }
+  return launch_ring_of<X, X>(args, plan, workspace, stream);
 }
 
 }  // namespace fastnorm::cuda

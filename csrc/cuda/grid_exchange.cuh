@@ -83,7 +83,7 @@ class GridExchange {
     if (threadIdx.x < kGridExchanges) {
       store_word(place.words_of(threadIdx.x) + place.rank, {});  // no tag of an earlier launch
       init_barrier(shared_address(&storage.posted[threadIdx.x]), posts);
-      init_barrier(shared_address(&storage.collected[threadIdx.x]), 1);
+      init_barrier(shared_address(&storage.collected[threadIdx.x]), kWarpSize);
       publish_barriers();
     }
   }
@@ -147,11 +147,9 @@ class GridExchange {
       }
     } while (__any_sync(kAllLanes, missing));
     const float2 numbers = of_blocks(found);
-    __syncwarp();  // all lanes have read what the block's warps had posted
-    if (lane == 0) {
-      storage_.rows[row % kGridExchanges] = numbers;
-      arrive(shared_address(&storage_.collected[row % kGridExchanges]));
-    }
+    if (lane == 0) storage_.rows[row % kGridExchanges] = numbers;
+    // By every lane, for each has read what the block's warps had posted, which they post anew.
+    arrive(shared_address(&storage_.collected[row % kGridExchanges]));
   }
 
   // What a warp of its own does for `count` rows, which the others post `ahead` rows ahead.

@@ -54,6 +54,14 @@ enum class Kernel : uint8_t {
 constexpr int kRegisterChunks = 4;
 constexpr int kForwardChunks = 8;
 
+// The same in the forward's ring of 16-bit rows with float32 parameters, of which a thread keeps
+// those of its columns in 112 of 168 registers; and threads of a block, three warps on each of a
+// multiprocessor's four parts. Of a copy on an H200, with four chunks in each of 512 threads and
+// so: 18432 columns of bfloat16 .78 and .93, 20480 .87 and .93, 40960 .83 and .915, 32768 .91 and
+// .91, 65536 and 131072 .92 and .92, not aligned 20001 .73 and .85, 65537 .775 and .75.
+constexpr int kWideRingChunks = 7;
+constexpr int kMaxWideThreads = 384;
+
 // Chunks that a thread of the backward holds: 16 columns (8 in float64), of which weight and the
 // running dw and db stay in registers, and but for kRing x and dy too. (In kRing 32 columns reached
 // .86 of an elementwise sum where 16 reach .93, 131072 x 1024 bfloat16 on an H200.)

@@ -33,6 +33,11 @@ bool has_even_columns(const ForwardProblem& problem) {
   return size_in_bytes(problem.x_dtype) == 2 && problem.cols % 2 == 0;
 }
 
+// 16-bit rows with float32 parameters.
+bool has_wide_parameters(const ForwardProblem& problem) {
+  return size_in_bytes(problem.x_dtype) == 2 && problem.y_as_x && !problem.one_dtype;
+}
+
 bool is_vectorized(const ForwardProblem& problem) { return problem.aligned && !is_uneven(problem); }
 
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
@@ -219,7 +224,9 @@ constexpr int64_t kFewTurns = 8;  // of the blocks that hold a row
 // and .77, .89 and .89, 90001 .73 and .75, .88 and .90, 140001 .66 and .73, .91 and .91; but 98001,
 // by 512 threads, .76 and .73 on an H200; float32 32769 .80 and .92, .91 and .91, but 44001, by
 // 480, .86 and .86, .96 and .92, 80001 .87 and .78. Aligned ones are not (80000 of bfloat16 on an
-// H100 .94 and .92).
+// H100 .94 and .92). Those with float32 parameters are in as few as hold them: 49152 by three .92,
+// by four .85, 65536 by four .91, by five .81, 98304 by five .91, by six .825; beyond eight in a
+// grid: 190000 by 13 times ten .90, by seven clusters of 16 .81.
 int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t most,
                       const PlanRequest& request) {
   if (chunks <= most && request.cluster_size.value_or(1) <= 1) return 1;
@@ -228,8 +235,9 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
   const int64_t least = ceil_div(chunks, most);
   const bool may_be_odd = least == 3 || (least == 5 && is_16_bit);
   const int most_threads = is_16_bit ? 480 : 416;
-  if (!request.cluster_size && is_uneven(problem) && may_be_odd &&
-      forward_threads(ceil_div(chunks, least), kForwardChunks) <= most_threads) {
+  const bool uneven_odd = is_uneven(problem) && may_be_odd &&
+                          forward_threads(ceil_div(chunks, least), kForwardChunks) <= most_threads;
+  if (!request.cluster_size && (has_wide_parameters(problem) || uneven_odd)) {
     return static_cast<int>(least);
   }
   return choose_cluster_size(chunks, most, request);
@@ -253,20 +261,27 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
                                             const DeviceProperties& device,
                                             const PlanRequest& request) {
-  if (!problem.one_dtype || !can_stream(problem.x_dtype, device)) return std::nullopt;
-  const int64_t most = block_chunks(kForwardChunks);
+  const bool wide = has_wide_parameters(problem);
+  if (!problem.one_dtype && !wide) return std::nullopt;
+  if (!can_stream(problem.x_dtype, device)) return std::nullopt;
+  if (wide && chunks <= block_chunks(kRegisterChunks)) return std::nullopt;
+  const int in_thread = wide ? kWideRingChunks : kForwardChunks;
+  const int64_t most = wide ? int64_t{kMaxWideThreads} * in_thread : block_chunks(in_thread);
   const bool large = device.large_clusters > 0;
   const bool held = chunks <= most * (large ? kLargeClusterSize : kMaxClusterSize);
   const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
-  const bool slowed = !by_memory && !has_slow_memory(device) && !request.cluster_size;
-  if (asks_for_grid(request) || !held || (slowed && chunks > most * kMaxClusterSize)) {
-    const int threads = by_memory ? kAheadThreads : kMaxGridThreads;
-    const auto grid = grid_shape(ceil_div(chunks, kForwardChunks), threads, kMaxGridThreads, true,
-                                 device, request);
+  const bool slowed = !by_memory && !wide && !has_slow_memory(device) && !request.cluster_size;
+  const bool rather_grid = slowed || (wide && !request.cluster_size);
+  if (asks_for_grid(request) || !held || (rather_grid && chunks > most * kMaxClusterSize)) {
+    constexpr int kWideThreads = kMaxWideThreads - kWarpSize;
+    const int most_threads = wide ? kWideThreads : kMaxGridThreads;
+    const int threads = wide ? kWideThreads : by_memory ? kAheadThreads : kMaxGridThreads;
+    const auto grid =
+        grid_shape(ceil_div(chunks, in_thread), threads, most_threads, true, device, request);
     if (grid || !held) return grid;
   }
   const int size = forward_ring_size(problem, chunks, most, request);
-  RingShape shape{forward_threads(ceil_div(chunks, size), kForwardChunks), size};
+  RingShape shape{forward_threads(ceil_div(chunks, size), in_thread), size};
   const int grid_rows = device.sm_count / size;
   if (slowed && size > 1 && size % 2 == 1 && device.whole_grids &&
       grid_rows * size <= kMaxGridBlocks && problem.rows > kFewTurns * grid_rows) {
@@ -331,6 +346,7 @@ Kernel choose_forward_kernel(const ForwardProblem& problem, int64_t chunks, bool
   const std::optional<RingShape> ring = forward_ring_shape(problem, chunks, device, request);
   if (request.kernel == Kernel::kRing && ring) return Kernel::kRing;
   if (elements_run(problem, device)) return Kernel::kElements;
+  if (ring && has_wide_parameters(problem)) return Kernel::kRing;
   const auto runs = [&](Kernel kernel) { return forward_runs(kernel, chunks, uneven, device); };
   if (runs(Kernel::kShortRows)) {
     const bool by_warps = !uneven && warp_rows_are_better(problem, chunks, device);
@@ -422,7 +438,8 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // with 15, on an H200, with 28 and 30 fours, 131071 .70 and .74, with 65 and 66 pairs 33001 .64 and
 // .65, 50257 .82 and .83. So it is with float32 in large blocks: on an H100 65535 columns .85 and
 // .92, 57001 .90 and .925, on an H200 .785 and .82, .84 and .87, in eights 131071 .76 and .80; but
-// on an H100 53001 .915 and .91, 44001 .94 and .92, on an H200 .86 and .74.
+// on an H100 53001 .915 and .91, 44001 .94 and .92, on an H200 .86 and .74. And with float32
+// parameters on an H200: 49152 by 38 threes .90, by 39 .92, 65536 by 29 fours .90, by 30 .915.
 int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem,
                            const DeviceProperties& device) {
   const int sms = device.sm_count;
@@ -435,6 +452,7 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   const bool many = is_16_bit || shape.threads > kManyThreads;
   if (!is_vectorized(problem) && many) return fit;
+  if (has_wide_parameters(problem) && !slow && shape.cluster_size > 2) return fit;
   if (!slow && is_16_bit && shape.cluster_size >= 4) return (fit - 1) | 1;
   const int used = shape.cluster_size == 2   ? (slow ? sms : sms - 2)
                    : shape.cluster_size == 4 ? sms * 7 / 10
@@ -452,7 +470,8 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
 bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& problem,
                                const DeviceProperties& device, const PlanRequest& request) {
   if (shape.grid_rows > 0) return true;
-  if (shape.threads + kWarpSize > kMaxThreadsPerRow || is_vectorized(problem)) return false;
+  const int most_threads = has_wide_parameters(problem) ? kMaxWideThreads : kMaxThreadsPerRow;
+  if (shape.threads + kWarpSize > most_threads || is_vectorized(problem)) return false;
   if (request.exchange_warp) return *request.exchange_warp;
   if (!is_uneven(problem) || has_slow_memory(device)) return false;
   constexpr int kMostAlone = 448, kLeastFloats = 4;
@@ -463,12 +482,13 @@ bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& pro
 void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
                         const DeviceProperties& device, const PlanRequest& request) {
   plan.kernel = Kernel::kRing;
-  plan.chunks_per_thread = kForwardChunks;
+  const bool wide = has_wide_parameters(problem);
+  plan.chunks_per_thread = wide ? kWideRingChunks : kForwardChunks;
   plan.cluster_size = shape.cluster_size;
   plan.threads_per_row = shape.threads;
   plan.in_grid = shape.grid_rows > 0;
   plan.exchange_warp = has_forward_exchange_warp(shape, problem, device, request);
-  plan.rows_ahead = plan.in_grid && shape.threads <= kAheadThreads ? kGridAhead : 1;
+  plan.rows_ahead = plan.in_grid && (wide || shape.threads <= kAheadThreads) ? kGridAhead : 1;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
   const int64_t teams = forward_ring_teams(shape, problem, device);

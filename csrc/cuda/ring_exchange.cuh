@@ -134,7 +134,7 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
 #pragma unroll 1
       for (int i = 0; i < kExchanges; ++i) {
         init_barrier(barrier(i), 1);  // one thread arrives, for the bytes
-        init_barrier(collected(i), 1);
+        init_barrier(collected(i), kWarpSize);
       }
       publish_barriers();
     }
@@ -160,11 +160,11 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
 #pragma unroll 1
     for (int row = 0; row < count; ++row) {
       const Sums<float> sums = receive(row);
-      __syncwarp();  // all lanes have read what the block's warps had posted
       if (this->lane() == 0) {
         storage_.rows[row % kExchanges] = make_float2(sums.xhat_wdy, sums.wdy);
-        arrive(collected(row % kExchanges));
       }
+      // By every lane, for each has read what the block's warps had posted, which they post anew.
+      arrive(collected(row % kExchanges));
       if (row + 1 < count) send(row + 1);
     }
   }
