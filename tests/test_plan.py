@@ -1087,3 +1087,32 @@ def test_multiprocessors_that_the_forward_ring_uses(bandwidth: int, teams: tuple
         plan = _C.plan("forward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
         assert (plan["kernel"], plan["cluster_size"]) == ("ring", size)
         assert plan["blocks"] == blocks * size
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "teams"),
+    [(4800, (131, 65, 39, 30, 21, 16, 15, 15)), (3352, (132, 66, 38, 23, 22, 15, 13, 14))],
+)
+def test_float32_parameters_take_as_few_blocks_as_hold_a_row(
+    bandwidth: int, teams: tuple[int, ...]
+) -> None:
+    """Of any number to eight, as many clusters as measured to be best, and then a grid."""
+    block = 384 * 7 * 8
+    properties = {"memory_bandwidth": bandwidth, "one_dtype": False}
+    for blocks, clusters in enumerate(teams, 1):
+        for cols in ((blocks - 1) * block + 8, blocks * block):
+            if cols <= 512 * 4 * 8:
+                continue
+            plan = _C.plan("forward", 100_000, cols, "bfloat16", **properties)
+            assert (plan["kernel"], plan["cluster_size"]) == ("ring", blocks)
+            assert (plan["blocks"], plan["in_grid"]) == (clusters * blocks, False)
+            assert plan["threads_per_row"] <= 384
+            for field in SUMMATION:  # whatever the number of rows and the alignment
+                for other in ({"rows": 1}, {"aligned": False}):
+                    call = {"rows": 100_000, "aligned": True, **other}
+                    again = _C.plan("forward", cols=cols, dtype="bfloat16", **call, **properties)
+                    assert again.get(field) == plan.get(field), field
+    plan = _C.plan("forward", 100_000, 8 * block + 8, "bfloat16", **properties)
+    assert (plan["kernel"], plan["in_grid"]) == ("ring", True)
+    assert plan["threads_per_row"] <= 352
+    assert not _C.plan("forward", 9, 10**6, "bfloat16", whole_grids=False, **properties)["in_grid"]

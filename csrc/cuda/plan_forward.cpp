@@ -431,7 +431,9 @@ void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest&
 // On an H100, whose memory is slower, blocks and pairs are on all multiprocessors: 4096 x 32768
 // bfloat16 .94 of a copy with 131, .95 with 132, x 65536 .935 with 65 pairs, .965 with 66. Clusters
 // of four are on seven tenths of them: 1024 x 131072 .92 with 28, .956 with 23, 1340 x 100000 .89
-// and .94, 2048 x 65536 float32 .94 and .97.
+// and .94, 2048 x 65536 float32 .94 and .97. And with float32 parameters 65536 by 29 fours .92, by
+// 23 .945, 110000 by 17 sixes .88, by 15 .965, 131072 by 15 sevens .925, by 13 .94; but 98304 by 22
+// fives .94, by 19 .915, 57344 by 38 threes .92, by 31 .84.
 //
 // Where 16-bit rows are not aligned instructions set the pace, and clusters are as many as find a
 // place: on an H100 131071 columns .755 with 23, .85 with 30, in eights 262143 .81 with 14, .83
@@ -454,10 +456,10 @@ int64_t forward_ring_teams(const RingShape& shape, const ForwardProblem& problem
   if (!is_vectorized(problem) && many) return fit;
   if (has_wide_parameters(problem) && !slow && shape.cluster_size > 2) return fit;
   if (!slow && is_16_bit && shape.cluster_size >= 4) return (fit - 1) | 1;
-  const int used = shape.cluster_size == 2   ? (slow ? sms : sms - 2)
-                   : shape.cluster_size == 4 ? sms * 7 / 10
-                                             : sms - sms / 7;
-  return std::max(1, used / shape.cluster_size);
+  const int size = shape.cluster_size;
+  const bool seven_tenths = size == 4 || size == 6 || size == 7;
+  const int used = size == 2 ? (slow ? sms : sms - 2) : seven_tenths ? sms * 7 / 10 : sms - sms / 7;
+  return std::max(1, used / size);
 }
 
 // Whether a block has a warp more that only exchanges moments, if there is room for it: in a grid,
