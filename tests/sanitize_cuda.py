@@ -56,7 +56,7 @@ OPTIONS = {
     ),
 }  # fmt: skip
 LAST = 60  # seconds that a call may take which is the last before time runs out
-SLOW = 11.0  # calls of a higher cost, half a second, run once for each instantiation
+SLOW = 11.0  # half a second: calls of a higher cost run under racecheck where there is none else
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
 # --- what runs under a tool -----------------------------------------------------------------------
@@ -83,16 +83,15 @@ def run_planted(tool: str) -> None:
 
 
 def calls_of(run: str, matching: str) -> list[variants.Call]:
-    """First one for each instantiation, then the others, those of the same kernels together.
-    Racecheck has slow ones once for each instantiation, and one row of each width that this leaves
-    out.
+    """First one or two for each instantiation, then the others, those of the same kernels together.
+    Racecheck has those one or two, and one row of each width that this leaves out.
     """
     device = variants.Device.current()
     calls = list(variants.calls(device))
+    first = variants.two_of_each(calls, device, SLOW)
     if RUNS[run] == "racecheck":
-        kept = variants.once_where_slow(calls, device, SLOW)
-        calls = variants.widths_left_out(calls, kept) if run == ONE_ROW else kept
-    first = set(variants.once_where_slow(calls, device, 0.0))
+        calls = variants.widths_left_out(calls, first) if run == ONE_ROW else first
+    first = set(first)
     return sorted(
         (call for call in calls if re.search(matching, str(call))),
         key=lambda call: (

@@ -64,6 +64,7 @@ MERGED: list[dict[str, Any]] = [
     for kernel in ("ring", "elements")
     for request in ({"merged": 2}, {"merged": 4}, {"cluster_size": 2, "merged": 2})
 ]
+MOST_FEW_ROWS = 40
 MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hold
 
 
@@ -290,7 +291,7 @@ def calls(device: Device) -> Iterator[Call]:
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
-            # The same of few blocks or clusters that share a row: several rows for each.
+            # The same of a grid, and of clusters that hold long rows: several rows for each.
             if dtype != torch.float64:
                 grid = (("kernel", "ring"), ("cluster_size", 60))
                 yield Call("forward", 41, 1000, dtype, dtype, dtype, aligned, grid)
@@ -299,7 +300,7 @@ def calls(device: Device) -> Iterator[Call]:
                 for cols in (16_392, 16_399):
                     call = Call("forward", 67, cols, dtype, dtype, torch.float32, aligned, eights)
                     yield call
-                    yield replace(call, rows=21, request=grid)
+                    yield replace(call, rows=43, request=grid)
                     if not aligned:
                         yield replace(call, request=(*eights, ("exchange_warp", True)))
             for (rows, cols), request in itertools.product(
@@ -314,27 +315,33 @@ def calls(device: Device) -> Iterator[Call]:
                         yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
 
 
-def once_where_slow(calls: list[Call], device: Device, slow: float) -> list[Call]:
-    """Of those that cost more than `slow`, the cheapest of each instantiation, aligned or not."""
-    cheapest: dict[tuple[Any, ...], Call] = {}
+def two_of_each(calls: list[Call], device: Device, slow: float) -> list[Call]:
+    """Of each instantiation, aligned or not, with few rows or with rows for every persistent block,
+    the cheapest call, and the dearest of no more than `slow`.
+    """
+    alike: dict[tuple[Any, ...], list[Call]] = {}
     for call in calls:
-        if call.cost > slow:
-            parameters = call.parameters or call.dtype
-            plan = _plan(
-                call.direction, call.rows, call.cols,
-                {
-                    "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
-                    **asdict(device),
-                    **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
-                    **dict(call.request),
-                },
-            )  # fmt: skip
-            dtypes = (call.dtype, call.other, call.parameters)
-            key = (call.direction, dtypes, call.aligned, call.mask, call.cols % 2, _code(plan))
-            if key not in cheapest or call.cost < cheapest[key].cost:
-                cheapest[key] = call
-    kept = set(cheapest.values())
-    return [call for call in calls if call.cost <= slow or call in kept]
+        parameters = call.parameters or call.dtype
+        plan = _plan(
+            call.direction, call.rows, call.cols,
+            {
+                "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
+                **asdict(device),
+                **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
+                **dict(call.request),
+            },
+        )  # fmt: skip
+        dtypes = (call.dtype, call.other, call.parameters)
+        many = call.rows > MOST_FEW_ROWS
+        key = (call.direction, dtypes, call.aligned, call.mask, call.cols % 2, many, _code(plan))
+        alike.setdefault(key, []).append(call)
+    kept = set()
+    for group in alike.values():
+        kept.add(min(group, key=lambda call: call.cost))
+        quick = [call for call in group if call.cost <= slow]
+        if quick:
+            kept.add(max(quick, key=lambda call: call.cost))
+    return [call for call in calls if call in kept]
 
 
 def widths_left_out(calls: list[Call], kept: list[Call]) -> list[Call]:
