@@ -212,14 +212,15 @@ def _widths(
         *range(1, 140), *range(160, 1024, 32), *range(1024, 70_000, 128),
         *range(70_000, MOST_CHUNKS, 4096),
     ]  # fmt: skip
-    for less in (0, 1):  # whole chunks; a row that ends within one
+    # Whole chunks; a row that ends within one; and such a row of pairs of columns.
+    for less in (0, 1, 2) if bytes_of_x == 2 else (0, 1):
         ends = {count * per_chunk - less for count in (1, 2, MOST_CHUNKS)}
         for low, high in itertools.pairwise(counts):
             for count in _changes(plan, per_chunk, less, low, high):
                 ends |= {(count + more) * per_chunk - less for more in (0, 1)}
         for end in sorted(ends):
             if end > 0 and _fits(plan(end), request):
-                code = _code(plan(end))
+                code = (end % 2, *_code(plan(end)))
                 found[end] = found.get(end, False) or code not in seen
                 seen.add(code)
             for cols in (end - 1, end + 1):
@@ -228,7 +229,7 @@ def _widths(
                     first = found.get(end, False) and less == 1 and cols % 2 == 0
                     found[cols] = found.get(cols, False) or first
     for cols in range(1, 64):  # the plan of very short rows changes within a chunk as well
-        code = _code(plan(cols))
+        code = (cols % 2, *_code(plan(cols)))
         if code not in seen and _fits(plan(cols), request):
             found[cols] = True
             seen.add(code)

@@ -148,6 +148,7 @@ class GridExchange {
     } while (__any_sync(kAllLanes, missing));
     const float2 numbers = of_blocks(found);
     if (lane == 0) storage_.rows[row % kGridExchanges] = numbers;
+    __syncwarp();  // all lanes have read what of_blocks leaves for them
     // By every lane, for each has read what the block's warps had posted, which they post anew.
     arrive(shared_address(&storage_.collected[row % kGridExchanges]));
   }

@@ -163,6 +163,7 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
       if (this->lane() == 0) {
         storage_.rows[row % kExchanges] = make_float2(sums.xhat_wdy, sums.wdy);
       }
+      __syncwarp();  // all lanes have read what the blocks had sent before one of them sends again
       // By every lane, for each has read what the block's warps had posted, which they post anew.
       arrive(collected(row % kExchanges));
       if (row + 1 < count) send(row + 1);
