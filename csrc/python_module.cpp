@@ -74,13 +74,14 @@ py::dict build_info() {
 cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
                                const std::optional<std::string>& weight_grads,
                                std::optional<int> cluster_size, std::optional<int> merged,
-                               std::optional<bool> exchange_warp) {
+                               std::optional<bool> exchange_warp, std::optional<int> blocks) {
   cuda::PlanRequest request;
   if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
   if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
   request.cluster_size = cluster_size;
   request.merged = merged;
   request.exchange_warp = exchange_warp;
+  request.blocks = blocks;
   return request;
 }
 
@@ -108,11 +109,12 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
               int large_clusters, bool whole_grids, int memory_bandwidth,
               const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size,
-              std::optional<int> merged, std::optional<bool> exchange_warp) {
+              std::optional<int> merged, std::optional<bool> exchange_warp,
+              std::optional<int> blocks) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
                                       memory_bandwidth};
   const cuda::PlanRequest request =
-      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp);
+      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp, blocks);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
@@ -172,18 +174,18 @@ PYBIND11_MODULE(_C, m) {
         py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
         py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
-        py::arg("exchange_warp") = py::none(),
+        py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
          std::optional<int> cluster_size, std::optional<int> merged,
-         std::optional<bool> exchange_warp) {
-        fastnorm::inspection::force_cuda_plan(
-            fastnorm::make_request(kernel, weight_grads, cluster_size, merged, exchange_warp));
+         std::optional<bool> exchange_warp, std::optional<int> blocks) {
+        fastnorm::inspection::force_cuda_plan(fastnorm::make_request(
+            kernel, weight_grads, cluster_size, merged, exchange_warp, blocks));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
       py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
-      py::arg("exchange_warp") = py::none(),
+      py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
       "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
 }

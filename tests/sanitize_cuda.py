@@ -39,12 +39,14 @@ from fastnorm import _C
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 # Each a list of calls under one tool. Racecheck takes longer than the others: see calls_of.
-ONE_ROW = "racecheck of one row"
-RUNS = {**{tool: tool for tool in TOOLS}, ONE_ROW: "racecheck"}
+ONE_ROW, LARGER = "racecheck of one row", "racecheck of more"
+RUNS = {**{tool: tool for tool in TOOLS}, ONE_ROW: "racecheck", LARGER: "racecheck"}
 DEVICES = torch.cuda.device_count()
 # A process needs ten seconds to start, but under racecheck calls of the same cost take from one to
 # twenty.
-SHARES = {"memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120, ONE_ROW: 120}
+SHARES = {
+    "memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120, ONE_ROW: 120, LARGER: 120,
+}  # fmt: skip
 OPTIONS = {
     # Of a block; the ring has 80. With 65536 synccheck took seven times as long.
     "synccheck": ("--num-cuda-barriers", "128"),
@@ -84,14 +86,19 @@ def run_planted(tool: str) -> None:
 
 def calls_of(run: str, matching: str) -> list[variants.Call]:
     """First one or two for each instantiation, then the others, those of the same kernels together.
-    Racecheck has those one or two, and one row of each width that this leaves out.
+    Racecheck has the cheapest of each, one row of each width that the one or two leave out, and
+    then the second ones.
     """
     device = variants.Device.current()
     calls = list(variants.calls(device))
-    first = variants.two_of_each(calls, device, SLOW)
-    if RUNS[run] == "racecheck":
-        calls = variants.widths_left_out(calls, first) if run == ONE_ROW else first
-    first = set(first)
+    cheapest, dearest = variants.two_of_each(calls, device, SLOW)
+    first = {*cheapest, *dearest}
+    if run == "racecheck":
+        calls = cheapest
+    elif run == LARGER:
+        calls = dearest
+    elif run == ONE_ROW:
+        calls = variants.widths_left_out(calls, list(first))
     return sorted(
         (call for call in calls if re.search(matching, str(call))),
         key=lambda call: (

@@ -357,6 +357,59 @@ def test_clusters_sum_alike_with_a_warp_that_exchanges_and_without(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("cols", [1000, 1001, 1002, 1049, 4112, 8201])
+def test_many_rows_for_each_block(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """Sums and moments of many rows pass through the same few places of shared memory. Bits of a
+    row do not tell of it, nor whether a warp does nothing but exchange them.
+    """
+    _skip_without_clusters("ring")
+    rows = 601
+    x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+    statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+    xhat = (x.double() - statistics[0].double()) * statistics[1].double()
+    exact_sums = [
+        (terms.sum(0), terms.abs().sum(0)) for terms in (grad_out * xhat, grad_out.double())
+    ]
+
+    def backward(x: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+        return ops.layer_norm_backward(
+            grad_out, x, [cols], *statistics, weight, bias, 1e-5, [True] * 3
+        )
+
+    few: tuple[dict[str, Any], ...] = ({"blocks": 2}, {"blocks": 4, "cluster_size": 2})
+    alone = few[1] | {"exchange_warp": False}  # blocks of a cluster without such a warp
+    for request, kernel in itertools.product((*few, alone), ("ring", "elements")):
+        same = {"kernel": kernel, "weight_grads": "fused"}
+        if "cluster_size" in request:
+            same["cluster_size"] = request["cluster_size"]
+        plan = plan_here("backward", rows, cols, dtype, **request | same)
+        if plan["kernel"] != kernel:
+            assert kernel == "elements"  # which aligned rows do not take
+            continue
+        assert plan["blocks"] <= max(request["blocks"], plan["cluster_size"])
+        force(**same)
+        dx = backward(x, grad_out)[0]
+        for given, grad in ((x, grad_out), (_narrowed(x), _narrowed(grad_out))):
+            force(**request | same)
+            results = backward(given, grad)
+            assert results[0].equal(dx), f"{request}, {kernel}"
+            for sums, (exact, magnitude) in zip(results[1:], exact_sums, strict=True):
+                # What any order of summation in float32 keeps to, and the result's own rounding.
+                bound = magnitude * (rows + 8) * 2**-24 + exact.abs() * torch.finfo(dtype).eps
+                assert ((sums.double() - exact).abs() <= bound).all(), f"{request}, {kernel}"
+    for request in few:
+        results = []
+        for served, given in itertools.product((False, True), (x, _narrowed(x))):
+            force(**request, exchange_warp=served, kernel="ring")
+            results.append(check_forward(given, [cols], weight, bias))
+        for again in results[1:]:
+            for one, other in zip(again, results[0], strict=True):
+                assert one.equal(other)
+
+
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 def test_dx_alone_has_the_bits_of_dx_with_dw_and_db(dtype: torch.dtype) -> None:
     """Few rows and many, whose dx comes from different kernels, in any number of lanes."""
     for cols in (

@@ -64,6 +64,15 @@ MERGED: list[dict[str, Any]] = [
     for kernel in ("ring", "elements")
     for request in ({"merged": 2}, {"merged": 4}, {"cluster_size": 2, "merged": 2})
 ]
+# Few blocks with many rows each, so that places in shared memory are written anew again and again.
+# Rows that a block holds, several side by side; a cluster; a cluster without a warp of its own for
+# the exchange of sums. (A grid has many rows anyhow.)
+AGAIN: list[dict[str, Any]] = [
+    {"blocks": 2},
+    {"blocks": 4, "cluster_size": 2},
+    {"blocks": 4, "cluster_size": 2, "exchange_warp": False},
+]
+MANY_TURNS = 10  # of such places, or more
 MOST_FEW_ROWS = 40
 MOST_CHUNKS = 560_000  # of 16 bytes: beyond what the blocks of a whole grid hold
 
@@ -147,6 +156,13 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
     )
 
 
+def turns_of(direction: str, rows: int, cols: int, call: dict[str, Any]) -> int:
+    """Rows that those who hold one together take one after the other."""
+    plan = _C.plan(direction, rows, cols, **call)
+    at_once = plan["blocks"] // plan["cluster_size"] * plan["rows_per_block"]
+    return rows // max(1, at_once)
+
+
 def _code(plan: tuple[Any, ...]) -> tuple[Any, ...]:
     """What tells one instantiation from another: threads and clusters of another number are the
     same code.
@@ -155,6 +171,11 @@ def _code(plan: tuple[Any, ...]) -> tuple[Any, ...]:
     in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
     size = threads if in_warp else (threads > 32) + (threads > 256) + (threads > 384)
     return (kernel, cluster_size > 1, cluster_size == GRID, chunks, size, *rest)
+
+
+def _has_parameter_types(code: tuple[Any, ...]) -> bool:
+    """Whether a kernel of the backward is compiled for each dtype of the weight."""
+    return code[0] in ("rows", "cluster", "split")
 
 
 def _fits(plan: tuple[Any, ...], request: dict[str, Any]) -> bool:
@@ -292,14 +313,28 @@ def calls(device: Device) -> Iterator[Call]:
                     if "cluster_size" not in request or request == SHARES:
                         items = tuple(request.items())
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, items)
-            # The same of a grid, and of clusters that hold long rows: several rows for each.
+            # The same of few blocks, of a grid, and of clusters that hold long rows.
             if dtype != torch.float64:
                 grid = (("kernel", "ring"), ("cluster_size", 60))
                 yield Call("forward", 41, 1000, dtype, dtype, dtype, aligned, grid)
+                for request in AGAIN:
+                    items = (("kernel", "ring"), *request.items())
+                    for cols in (4112, 4113):
+                        yield Call("forward", 29, cols, dtype, dtype, dtype, aligned, items)
+                        if not aligned and "exchange_warp" not in request:
+                            served = (*items, ("exchange_warp", True))
+                            yield Call("forward", 29, cols, dtype, dtype, dtype, aligned, served)
+                    rows = 29 if "cluster_size" in request else 239
+                    items = (*items, ("weight_grads", "fused"))
+                    by_column = (("kernel", "elements"), *items[1:])
+                    for cols in (1000, 1001, 1002, 1049):
+                        for other in {dtype, torch.float32}:
+                            yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
+                        yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
             if dtype.itemsize == 2:
-                eights = (("kernel", "ring"), ("cluster_size", 8))
+                eights = (("kernel", "ring"), ("cluster_size", 8), ("blocks", 16))
                 for cols in (16_392, 16_399):
-                    call = Call("forward", 67, cols, dtype, dtype, torch.float32, aligned, eights)
+                    call = Call("forward", 29, cols, dtype, dtype, torch.float32, aligned, eights)
                     yield call
                     yield replace(call, rows=43, request=grid)
                     if not aligned:
@@ -316,33 +351,45 @@ def calls(device: Device) -> Iterator[Call]:
                         yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
 
 
-def two_of_each(calls: list[Call], device: Device, slow: float) -> list[Call]:
-    """Of each instantiation, aligned or not, with few rows or with rows for every persistent block,
-    the cheapest call, and the dearest of no more than `slow`.
+def two_of_each(calls: list[Call], device: Device, slow: float) -> tuple[list[Call], list[Call]]:
+    """Of each instantiation, aligned or not, with few rows or with rows for every persistent block
+    or with many for each, the cheapest call; and the dearest of no more than `slow`, and both of
+    those that differ in nothing but the parameters' dtype, which are the same code.
     """
     alike: dict[tuple[Any, ...], list[Call]] = {}
     for call in calls:
         parameters = call.parameters or call.dtype
-        plan = _plan(
-            call.direction, call.rows, call.cols,
-            {
-                "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
-                **asdict(device),
-                **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
-                **dict(call.request),
-            },
+        asked = {
+            "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
+            **asdict(device),
+            **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
+            **dict(call.request),
+        }  # fmt: skip
+        code = _code(_plan(call.direction, call.rows, call.cols, asked))
+        turns = turns_of(call.direction, call.rows, call.cols, asked)
+        many = (call.rows > MOST_FEW_ROWS, turns >= MANY_TURNS)
+        key = (
+            call.direction, call.dtype, call.other, call.aligned, call.mask, call.cols % 2, many,
+            code, call.parameters,
         )  # fmt: skip
-        dtypes = (call.dtype, call.other, call.parameters)
-        many = call.rows > MOST_FEW_ROWS
-        key = (call.direction, dtypes, call.aligned, call.mask, call.cols % 2, many, _code(plan))
         alike.setdefault(key, []).append(call)
-    kept = set()
-    for group in alike.values():
-        kept.add(min(group, key=lambda call: call.cost))
+
+    def cost(call: Call) -> float:
+        return call.cost
+
+    one: dict[tuple[Any, ...], Call] = {}
+    others: set[Call] = set()
+    for key, group in alike.items():
+        by_dtype = key[0] == "forward" or _has_parameter_types(key[-2])
+        call = min(group, key=cost)
+        if one.setdefault(key if by_dtype else key[:-1], call) != call:
+            others.add(call)
         quick = [call for call in group if call.cost <= slow]
         if quick:
-            kept.add(max(quick, key=lambda call: call.cost))
-    return [call for call in calls if call in kept]
+            others.add(max(quick, key=cost))
+    kept = set(one.values())
+    others -= kept
+    return [call for call in calls if call in kept], [call for call in calls if call in others]
 
 
 def widths_left_out(calls: list[Call], kept: list[Call]) -> list[Call]:

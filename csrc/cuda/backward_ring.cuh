@@ -728,7 +728,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         // Both chains of shuffles, of this row's sums and of the next one's, among arithmetic that
         // needs neither. (Clusters would wait longer for a row whose sums they fetch before they
         // post the next one's: 8192 x 16383 bfloat16 281 us on an H200 for 270 us.)
-        const float fetched = exchange.fetch(i);
+        const float4 fetched = exchange.fetch(i);
         sum_next([&] { sums = exchange.merge(fetched); });
         const float half = sum_mine(mine);
         if (kMayBrake && p.brakes) later_mean = keep(later_mean);

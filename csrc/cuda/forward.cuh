@@ -549,7 +549,9 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
 // us, but 8192 135.0 and 136.4 us. Not aligned, with 56 or 64 registers and so: bfloat16 2047
 // columns 152.1 and 148.5 us, 4095 151.0 and 145.4 us, 8191 151.7 and 146.5 us, 12289 156.6 and
 // 150.0 us, 14001 166.6 and 154.1 us, 16385 163.5 and 153.9 us. Of float16, which spills eleven of
-// them so, 4095 148.4 us with 56 registers and 165.1 us with 40.
+// them so, 4095 148.4 us with 56 registers and 165.1 us with 40, 16385 159.6 us with 64, two blocks
+// and parameters read with less ado, 168.7 us with 40, but 14001 172.5 and 167.9 us (on an H100,
+// where instructions count for less, 190 and 226 us, 194 and 218 us).
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int threads = plan.threads_per_row;
@@ -584,6 +586,12 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
     if constexpr (std::is_same_v<X, Half> || kWideY) {
       if (threads <= 384) {
         return launch_rows(forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false>);
+      }
+    }
+    if constexpr (std::is_same_v<X, Half> && !kWideY) {
+      if (threads > 448) {
+        return launch_rows(
+            forward_rows<X, Y, W, 512, 2, kChunks, 0, false, false, RegisterUse::kHigh>);
       }
     }
     return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);

@@ -149,7 +149,7 @@ class MomentsExchange {
     // [exchange][warp of the block] and [exchange][block of the cluster]: a mean and an m2 each
     alignas(16) float warps[kForwardExchanges][kForwardWarps][2];
     float blocks[kForwardExchanges][kLargeClusterSize][2];
-    float rows[kForwardExchanges][2];  // that a warp of its own has collected
+    float2 rows[kForwardExchanges];  // of all blocks, that a warp of its own has collected
     uint64_t warp_barriers[kForwardExchanges];
     uint64_t block_barriers[kForwardExchanges];
     uint64_t row_barriers[kForwardExchanges];
@@ -179,13 +179,11 @@ class MomentsExchange {
 
   __device__ __forceinline__ void post(int row, const Set& moments) {
     const int turn = row % kForwardExchanges;
-    // The turn's last row has long been relayed: by a warp that has since posted row - 2, which
-    // this warp has collected. The wait costs nothing, and says so to who looks for races. (By one
-    // lane, the loop would leave it open to ptxas whether the warp's lanes are still together.)
-    if (row >= 2) {
-      const int before = row - 2;
-      wait_barrier<false>(shared_address(&storage_.warp_barriers[before % kForwardExchanges]),
-                          phase(before));
+    // The turn's last row has long been relayed, for this warp has collected row - 2. Where it is
+    // served, a wait has told it so. (By one lane, the loop would leave it open to ptxas whether
+    // the warp's lanes are still together.)
+    if (!kServed && row >= kForwardExchanges) {
+      wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), 1 - phase(row));
     }
     if (threadIdx.x % kWarpSize == 0) {
       *sets(storage_.warps[turn][warp_]) = moments;
@@ -195,7 +193,9 @@ class MomentsExchange {
 
   // After post and before collect.
   __device__ __forceinline__ void relay(int row) const {
-    if (!kServed && row % warps_ == warp_) send(row);
+    if (kServed || row % warps_ != warp_) return;
+    send(row);
+    leave(row);
   }
 
   // The moments of a row.
@@ -203,8 +203,8 @@ class MomentsExchange {
     if constexpr (!kServed) return receive(row);
     const int turn = row % kForwardExchanges;
     wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), phase(row));
-    const volatile float* const moments = storage_.rows[turn];
-    return {moments[0], moments[1]};
+    const float2& moments = storage_.rows[turn];
+    return {read_by_first_lane(moments.x), read_by_first_lane(moments.y)};
   }
 
   // What a warp of its own does for `count` rows.
@@ -212,11 +212,11 @@ class MomentsExchange {
     send(0);
 #pragma unroll 1
     for (int row = 0; row < count; ++row) {
-      const int turn = row % kForwardExchanges;
       const Set moments = receive(row);
-      if (threadIdx.x % kWarpSize == 0) *sets(storage_.rows[turn]) = moments;
-      // By every lane, for each has read what the block's warps had posted, which they post anew.
-      arrive(shared_address(&storage_.row_barriers[turn]));
+      if (threadIdx.x % kWarpSize == 0) {
+        storage_.rows[row % kForwardExchanges] = make_float2(moments.mean, moments.m2);
+      }
+      leave(row);
       if (row + 1 < count) send(row + 1);
     }
   }
@@ -259,10 +259,15 @@ class MomentsExchange {
     __syncwarp();  // all lanes have read the sets before lane 0 posts again
   }
 
+  // By every lane, for each has read what the block's warps had posted, which they post anew.
+  __device__ __forceinline__ void leave(int row) const {
+    arrive(shared_address(&storage_.row_barriers[row % kForwardExchanges]));
+  }
+
   __device__ __forceinline__ Set receive(int row) const {
     const int turn = row % kForwardExchanges;
     wait_barrier<true>(shared_address(&storage_.block_barriers[turn]), phase(row));
-    return merge_sets(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
+    return merge_sets<true>(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
   }
 };
 

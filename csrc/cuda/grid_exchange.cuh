@@ -99,7 +99,8 @@ class GridExchange {
   // What follows from all blocks' numbers of a row.
   __device__ __forceinline__ float2 wait_for(int row) const {
     wait_barrier<false>(shared_address(&storage_.collected[row % kGridExchanges]), phase(row));
-    return storage_.rows[row % kGridExchanges];
+    const float2& numbers = storage_.rows[row % kGridExchanges];
+    return {read_by_first_lane(numbers.x), read_by_first_lane(numbers.y)};
   }
 
   // Tells the other blocks what all warps have posted of a row. of_warps(numbers): the block's two

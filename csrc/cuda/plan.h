@@ -260,6 +260,8 @@ struct PlanRequest {
   std::optional<int> cluster_size;
   std::optional<int> merged;
   std::optional<bool> exchange_warp;  // of clusters of kRing
+  // No more of those that stay for many rows, of kRing and kElements, but in a grid.
+  std::optional<int> blocks;
 };
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,

@@ -354,6 +354,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   Groups groups;
   groups.all = ceil_div(problem.rows, plan.rows_per_block);
   groups.resident = std::max<int64_t>(1, resident_blocks / plan.cluster_size);
+  if (streams && !plan.in_grid && request.blocks) {
+    groups.resident = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, groups.resident);
+  }
   if (problem.weight_grads) {
     plan_weight_grads(plan, problem, groups, streams, device, request);
   }

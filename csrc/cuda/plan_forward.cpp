@@ -493,7 +493,10 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.rows_ahead = plan.in_grid && (wide || shape.threads <= kAheadThreads) ? kGridAhead : 1;
   // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
   // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
-  const int64_t teams = forward_ring_teams(shape, problem, device);
+  int64_t teams = forward_ring_teams(shape, problem, device);
+  if (request.blocks && !plan.in_grid) {
+    teams = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, teams);
+  }
   const int64_t turns = ceil_div(problem.rows, teams);
   plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;
   if (shape.grid_rows > 0) {

@@ -43,6 +43,7 @@ def plan(
     cluster_size: int | None = None,
     merged: int | None = None,
     exchange_warp: bool | None = None,
+    blocks: int | None = None,
 ) -> dict[str, Any]: ...
 def force_plan(
     *,
@@ -51,4 +52,5 @@ def force_plan(
     cluster_size: int | None = None,
     merged: int | None = None,
     exchange_warp: bool | None = None,
+    blocks: int | None = None,
 ) -> None: ...
