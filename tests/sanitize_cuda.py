@@ -57,7 +57,7 @@ OPTIONS = {
         "--racecheck-num-workers", "1",
     ),
 }  # fmt: skip
-LAST = 60  # seconds that a call may take which is the last before time runs out
+LAST = 25  # seconds that a call may take which is the last before time runs out
 SLOW = 11.0  # half a second: calls of a higher cost run under racecheck where there is none else
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 
