@@ -161,7 +161,7 @@ def compiled_kernels() -> set[str] | None:
 def seen_kernels(matching: str, output: Path) -> None:
     """Runs all calls under the profiler and writes the names of the kernels of this library."""
     seen: set[str] = set()
-    calls = calls_of("racecheck", matching)  # of those the others have all
+    calls = [*calls_of("racecheck", matching), *calls_of(LARGER, matching)]  # others have all
     for begin in range(0, len(calls), 500):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for call in calls[begin : begin + 500]:

@@ -23,7 +23,7 @@ Request = tuple[tuple[str, Any], ...]
 
 DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}  # float16 has bfloat16's plans
 # Of a row beyond a warp: where other instantiations begin, or other ways through them.
-MOST_THREADS = (256, 384, 10**9)
+MOST_THREADS = (256, 384, 448, 10**9)
 GRID = 17  # blocks of a grid that runs as a whole, which are asked for so; others: the same code
 # Its blocks hold so few rows at once that they leave several partial sums of hundreds of rows.
 SHARES = {"kernel": "ring", "cluster_size": 60, "weight_grads": "fused"}
@@ -169,7 +169,7 @@ def _code(plan: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     kernel, cluster_size, chunks, threads, *rest = plan
     in_warp = threads <= 32 and kernel in ("short_rows", "elements", "few_elements")
-    size = threads if in_warp else (threads > 32) + (threads > 256) + (threads > 384)
+    size = threads if in_warp else sum(threads > most for most in (32, *MOST_THREADS))
     return (kernel, cluster_size > 1, cluster_size == GRID, chunks, size, *rest)
 
 
