@@ -44,9 +44,7 @@ RUNS = {**{tool: tool for tool in TOOLS}, ONE_ROW: "racecheck", LARGER: "raceche
 DEVICES = torch.cuda.device_count()
 # A process needs ten seconds to start, but under racecheck calls of the same cost take from one to
 # twenty.
-SHARES = {
-    "memcheck": 60, "initcheck": 60, "synccheck": 60, "racecheck": 120, ONE_ROW: 120, LARGER: 120,
-}  # fmt: skip
+SHARES = {run: 120 if tool == "racecheck" else 60 for run, tool in RUNS.items()}
 OPTIONS = {
     # Of a block; the ring has 80. With 65536 synccheck took seven times as long.
     "synccheck": ("--num-cuda-barriers", "128"),

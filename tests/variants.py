@@ -8,6 +8,7 @@ no GPU; running it does.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -328,7 +329,7 @@ def calls(device: Device) -> Iterator[Call]:
                     items = (*items, ("weight_grads", "fused"))
                     by_column = (("kernel", "elements"), *items[1:])
                     for cols in (1000, 1001, 1002, 1049):
-                        for other in {dtype, torch.float32}:
+                        for other in dict.fromkeys((dtype, torch.float32)):
                             yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
             if dtype.itemsize == 2:
@@ -374,9 +375,7 @@ def two_of_each(calls: list[Call], device: Device, slow: float) -> tuple[list[Ca
         )  # fmt: skip
         alike.setdefault(key, []).append(call)
 
-    def cost(call: Call) -> float:
-        return call.cost
-
+    cost = operator.attrgetter("cost")
     one: dict[tuple[Any, ...], Call] = {}
     others: set[Call] = set()
     for key, group in alike.items():
