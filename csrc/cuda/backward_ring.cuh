@@ -27,9 +27,9 @@ template <class X, class DY, RingSpan kSpan, bool kVectorized, int kChunks>
 constexpr int kRingRegisters =
     kChunks > kRingChunks<X> && !(kVectorized && std::is_same_v<X, DY>) ? 168
     : !kVectorized                                                      ? 128
-    : kSpan == RingSpan::kBlock   ? (sizeof(DY) > sizeof(X) ? 104 : 96)
-    : kSpan == RingSpan::kCluster ? 112
-                                  : 128;
+    : kSpan == RingSpan::kBlock                                         ? 96
+    : kSpan == RingSpan::kCluster                                       ? 112
+                                                                        : 128;
 
 // Leaves what the threads of a block have of dw and db: a row of partial sums for each cluster of
 // blocks. `rank`: of the block among those that hold a row. `staging`: the ring, which nobody needs
@@ -729,7 +729,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         // Both chains of shuffles, of this row's sums and of the next one's, among arithmetic that
         // needs neither. (Clusters would wait longer for a row whose sums they fetch before they
         // post the next one's: 8192 x 16383 bfloat16 281 us on an H200 for 270 us.)
-        const float4 fetched = exchange.fetch(i);
+        const float fetched = exchange.fetch(i);
         sum_next([&] { sums = exchange.merge(fetched); });
         const float half = sum_mine(mine);
         if (kMayBrake && p.brakes) later_mean = keep(later_mean);

@@ -337,9 +337,18 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int cols = static_cast<int>(p.cols);
   const RowSpan span{begin, cols - begin, static_cast<int>(threadIdx.x % kWarpSize)};
   Tile tile(shared_chunks, span);
-  tile.load(p.x + row * p.x_row_stride, p.x_end);
-
-  SetMoments<A> moments = tile.moments();
+  // All warps of a long row but its last one have all their chunks, and nothing behind them: code
+  // of their own, by one branch, spares each some 200 of 938 instructions at 16385 columns.
+  constexpr bool kSplits = kOverhang && kRegisterUse == RegisterUse::kLow;
+  const bool inside = kSplits && p.plain && __all_sync(kAllLanes, span.is_inside());
+  SetMoments<A> moments;
+  if (inside) {
+    tile.template load<kSplits>(p.x + row * p.x_row_stride, p.x_end);
+    moments = tile.template moments<kSplits>();
+  } else {
+    tile.load(p.x + row * p.x_row_stride, p.x_end);
+    moments = tile.moments();
+  }
   if (span.lane == 0) warp_moments[warp] = moments;
   __syncthreads();
   if constexpr (kCluster) {
@@ -363,7 +372,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;
   }
-  tile.write(p.y + row * p.cols, moments.mean, rstd, p.weight, p.bias, p.plain);
+  if (inside) {
+    tile.template write<kSplits>(p.y + row * p.cols, moments.mean, rstd, p.weight, p.bias, p.plain);
+  } else {
+    tile.write(p.y + row * p.cols, moments.mean, rstd, p.weight, p.bias, p.plain);
+  }
 }
 
 // One row for each warp of the block.
@@ -546,12 +559,14 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
 // With 40 registers, three blocks of 512 threads find a place on an SM. Of 268 MB on an H200, with
 // two of them and so: aligned bfloat16 12544 columns 147.0 and 132.7 us, 14336 140.5 and 134.1 us,
 // 16384 136.0 and 134.4 us; with float32 parameters 12288 144.4 and 138.3 us, 16384 153.2 and 143.3
-// us, but 8192 135.0 and 136.4 us. Not aligned, with 56 or 64 registers and so: bfloat16 2047
-// columns 152.1 and 148.5 us, 4095 151.0 and 145.4 us, 8191 151.7 and 146.5 us, 12289 156.6 and
-// 150.0 us, 14001 166.6 and 154.1 us, 16385 163.5 and 153.9 us. Of float16, which spills eleven of
-// them so, 4095 148.4 us with 56 registers and 165.1 us with 40, 16385 159.6 us with 64, two blocks
-// and parameters read with less ado, 168.7 us with 40, but 14001 172.5 and 167.9 us (on an H100,
-// where instructions count for less, 190 and 226 us, 194 and 218 us).
+// us, but 8192 135.0 and 136.4 us.
+//
+// Long 16-bit rows that are not aligned have code of their own for warps inside a row, and x
+// unpacked anew for y, without which that spills 100 to 300 bytes of 40 registers (so 16). Of a
+// copy on an H200, 268 MB, before and so: bfloat16 8191 columns .925 and .927, 10001 .873 and .905,
+// 12289 .901 and .937, 14001 .860 and .894, 16385 .866 and .903; float16 7501 .833 and .894, 8191
+// .879 and .949, 10001 .808 and .923, 12289 .881 and .949, 14001 .798 and .902, 16385 .824 and .909
+// (on an H100 14001 .84 and .98). Shorter ones lose by it: 3001 .92 and .83, 5001 .92 and .88.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int threads = plan.threads_per_row;
@@ -573,28 +588,27 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
     constexpr RegisterUse kUse = kFew ? RegisterUse::kHigh : RegisterUse::kLow;
     return launch_rows(forward_rows<X, Y, W, 512, 2, kChunks, 0, false, true, kUse>);
   } else if constexpr (!kVectorized && kFew) {
-    // Short ones are as well off in 56 registers, in which parameters are read with less ado: of
-    // 268 MB on an H200 2601 columns .80 -> .82 of a copy, 4095 .91 -> .925; but on 92
-    // multiprocessors of an H100 8191 .94 -> .915, 10001 .90 -> .865. (Float16 spills.)
-    if constexpr (std::is_same_v<X, BFloat16> && kOneType<X, Y, W>) {
-      constexpr int kShortest = 192;
-      if (threads <= kShortest) {
+    if constexpr (kIs16Bit<X> && !kWideY) {
+      constexpr int kShort = 192;
+      if (threads > kShort) {
         return launch_rows(
-            forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false, RegisterUse::kHigh>);
+            forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false, RegisterUse::kLow>);
       }
-    }
-    if constexpr (std::is_same_v<X, Half> || kWideY) {
-      if (threads <= 384) {
-        return launch_rows(forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false>);
+      // Short ones are as well off in 56 registers, and bfloat16 with parameters read with less
+      // ado: of 268 MB on an H200 2601 columns .80 -> .82 of a copy, 4095 .91 -> .925. (Float16
+      // spills.)
+      constexpr RegisterUse kUse = std::is_same_v<X, BFloat16> && kOneType<X, Y, W>
+                                       ? RegisterUse::kHigh
+                                       : RegisterUse::kMedium;
+      return launch_rows(forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false, kUse>);
+    } else {
+      if constexpr (kWideY) {
+        if (threads <= 384) {
+          return launch_rows(forward_rows<X, Y, W, 384, 3, kChunks, 0, false, false>);
+        }
       }
+      return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);
     }
-    if constexpr (std::is_same_v<X, Half> && !kWideY) {
-      if (threads > 448) {
-        return launch_rows(
-            forward_rows<X, Y, W, 512, 2, kChunks, 0, false, false, RegisterUse::kHigh>);
-      }
-    }
-    return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, false>);
   } else {
     constexpr int kNarrowBlocks = kVectorized && kFew && !kWideY ? 3 : 2;
     constexpr int kWideBlocks = kVectorized ? 2 : 1;

@@ -169,7 +169,7 @@ class MomentsExchange {
     if (threadIdx.x == 0) {
 #pragma unroll 1
       for (int i = 0; i < kForwardExchanges; ++i) {
-        init_barrier(shared_address(&storage.warp_barriers[i]), warps_);
+        init_barrier(shared_address(&storage.warp_barriers[i]), kWarpSize * warps_);
         init_barrier(shared_address(&storage.block_barriers[i]), 1);
         init_barrier(shared_address(&storage.row_barriers[i]), kWarpSize);
       }
@@ -179,23 +179,23 @@ class MomentsExchange {
 
   __device__ __forceinline__ void post(int row, const Set& moments) {
     const int turn = row % kForwardExchanges;
-    // The turn's last row has long been relayed, for this warp has collected row - 2. Where it is
-    // served, a wait has told it so. (By one lane, the loop would leave it open to ptxas whether
-    // the warp's lanes are still together.)
-    if (!kServed && row >= kForwardExchanges) {
-      wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), 1 - phase(row));
+    // The turn's last row has long been relayed: by a warp that has since posted row - 2, which
+    // this warp has collected. Where it is served, a wait has told it so; where not, this one says
+    // it to who looks for races. (By one lane, the loop would leave it open to ptxas whether the
+    // warp's lanes are still together.)
+    if (!kServed && row >= 2) {
+      const int before = row - 2;
+      wait_barrier<false>(shared_address(&storage_.warp_barriers[before % kForwardExchanges]),
+                          phase(before));
     }
-    if (threadIdx.x % kWarpSize == 0) {
-      *sets(storage_.warps[turn][warp_]) = moments;
-      arrive(shared_address(&storage_.warp_barriers[turn]));
-    }
+    if (threadIdx.x % kWarpSize == 0) *sets(storage_.warps[turn][warp_]) = moments;
+    // By every lane, for each has read what others post anew behind this barrier.
+    arrive(shared_address(&storage_.warp_barriers[turn]));
   }
 
   // After post and before collect.
   __device__ __forceinline__ void relay(int row) const {
-    if (kServed || row % warps_ != warp_) return;
-    send(row);
-    leave(row);
+    if (!kServed && row % warps_ == warp_) send(row);
   }
 
   // The moments of a row.
@@ -203,8 +203,8 @@ class MomentsExchange {
     if constexpr (!kServed) return receive(row);
     const int turn = row % kForwardExchanges;
     wait_barrier<false>(shared_address(&storage_.row_barriers[turn]), phase(row));
-    const float2& moments = storage_.rows[turn];
-    return {read_by_first_lane(moments.x), read_by_first_lane(moments.y)};
+    const volatile float2& moments = storage_.rows[turn];
+    return {moments.x, moments.y};
   }
 
   // What a warp of its own does for `count` rows.
@@ -216,7 +216,8 @@ class MomentsExchange {
       if (threadIdx.x % kWarpSize == 0) {
         storage_.rows[row % kForwardExchanges] = make_float2(moments.mean, moments.m2);
       }
-      leave(row);
+      // By every lane, for each has read what the block's warps had posted, which they post anew.
+      arrive(shared_address(&storage_.row_barriers[row % kForwardExchanges]));
       if (row + 1 < count) send(row + 1);
     }
   }
@@ -256,18 +257,12 @@ class MomentsExchange {
       store_async(remote_address(shared_address(&storage_.blocks[turn][rank]), lane), moments.mean,
                   moments.m2, remote_address(barrier, lane));
     }
-    __syncwarp();  // all lanes have read the sets before lane 0 posts again
-  }
-
-  // By every lane, for each has read what the block's warps had posted, which they post anew.
-  __device__ __forceinline__ void leave(int row) const {
-    arrive(shared_address(&storage_.row_barriers[row % kForwardExchanges]));
   }
 
   __device__ __forceinline__ Set receive(int row) const {
     const int turn = row % kForwardExchanges;
     wait_barrier<true>(shared_address(&storage_.block_barriers[turn]), phase(row));
-    return merge_sets<true>(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
+    return merge_sets(sets(storage_.blocks[turn][0]), cols_, warps_ * size_, inverse_cols_);
   }
 };
 

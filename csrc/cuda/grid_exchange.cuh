@@ -63,6 +63,15 @@ struct GridPlace {
   }
 };
 
+// A number in shared memory, in all lanes of a warp, of which lane 0 alone reads it. Where that
+// lane alone arrives for the warp at a barrier, behind which others write there anew, its own order
+// is all that takes: shuffles do not order reads of other lanes before it.
+__device__ __forceinline__ float read_by_first_lane(const volatile float& place) {
+  float value = 0;
+  if (threadIdx.x % kWarpSize == 0) value = place;
+  return __shfl_sync(kAllLanes, value, 0);
+}
+
 class GridExchange {
  public:
   static constexpr int kWordsOfLane = (kMaxGridBlocks + kWarpSize - 1) / kWarpSize;

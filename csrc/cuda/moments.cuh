@@ -218,16 +218,13 @@ __device__ __forceinline__ A columns_of_set(int columns, int size, int index, in
 }
 
 // The moments of `columns` columns, cut into sets of `size` but for the last one, in every lane of
-// the calling warp. At most 16 sets. kFirstLane: a single one is read by lane 0 alone.
-template <bool kFirstLane = false, class A>
+// the calling warp. At most 16 sets.
+template <class A>
 __device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, int columns,
                                                     int size, A inverse_columns, int overhang = 0) {
   constexpr int kFew = 4, kMost = 16;
   const int whole = columns - overhang;
-  if (whole <= size) {
-    if (!kFirstLane) return sets[0];
-    return {read_by_first_lane(sets[0].mean), read_by_first_lane(sets[0].m2)};
-  }
+  if (whole <= size) return sets[0];
   const A total = static_cast<A>(columns);
   if (whole > kFew * size) {
     const int index = threadIdx.x % kMost;

@@ -81,8 +81,9 @@ __device__ __forceinline__ Pack<T, kCount> load_pack_if(const T* source, bool ex
 // Reads the first `count` of a warp's kChunks * 32 chunks, which begin at column `begin` of a row,
 // a whole number of chunks. Whole granules, and so perhaps bytes around the row, but none from
 // `end` on, where the tensor's memory ends. (The offset of a row's first column is that of all its
-// warps: from it the compiler sees that they branch together.)
-template <class T, int kColumns, int kChunks>
+// warps: from it the compiler sees that they branch together.) kInside: all of the chunks exist,
+// and so does a granule behind them.
+template <bool kInside, class T, int kColumns, int kChunks>
 __device__ __forceinline__ void read_realigned(Pack<T, kColumns> (&chunks)[kChunks], const T* row,
                                                int begin, int count, const T* end) {
   const int lane = threadIdx.x % kWarpSize;
@@ -91,22 +92,22 @@ __device__ __forceinline__ void read_realigned(Pack<T, kColumns> (&chunks)[kChun
   const T* const origin =
       reinterpret_cast<const T*>(reinterpret_cast<const char*>(row) - offset) + begin;
   const int wanted = count > 0 ? count + (offset > 0) : 0;
-  const bool cut =
-      wanted > 0 && reinterpret_cast<const char*>(end) - reinterpret_cast<const char*>(origin) <
-                        wanted * kChunkBytes;
+  const bool cut = !kInside && wanted > 0 &&
+                   reinterpret_cast<const char*>(end) - reinterpret_cast<const char*>(origin) <
+                       wanted * kChunkBytes;
   const int readable = wanted - cut;
   const int first = lane + (from_next ? 0 : 1);
   const T* const mine = origin + first * kColumns;
   Granule own[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    own[k] = load_if(mine + k * kWarpSize * kColumns, first + k * kWarpSize < readable);
+    own[k] = load_if(mine + k * kWarpSize * kColumns, kInside || first + k * kWarpSize < readable);
   }
   // The granule that is no lane's own.
   const int other = from_next ? kChunks * kWarpSize : 0;
   const bool has_other = lane == (from_next ? 0 : kWarpSize - 1);
   uint2 beyond = {};
-  if (has_other && other < readable) {
+  if (has_other && (kInside || other < readable)) {
     beyond = reinterpret_cast<const uint2*>(origin + other * kColumns)[from_next ? 0 : 1];
   }
   if (cut) {  // a tensor's last one

@@ -63,16 +63,6 @@ __device__ __forceinline__ A of_first_lane(A value) {
   return __shfl_sync(kAllLanes, value, lane - lane % kWidth);
 }
 
-// A number in shared memory, in all lanes of a warp, of which lane 0 alone reads it. Where that
-// lane alone arrives for the warp at a barrier, behind which others write there anew, its own order
-// is all that takes: shuffles do not order reads of other lanes before it.
-template <class A>
-__device__ __forceinline__ A read_by_first_lane(const volatile A& place) {
-  A value = 0;
-  if (threadIdx.x % kWarpSize == 0) value = place;
-  return __shfl_sync(kAllLanes, value, 0);
-}
-
 // The sums over kWidth neighbouring lanes of a warp, the same in all of them; several at a time, so
 // that their shuffles overlap.
 template <int kWidth, class A, int kCount>

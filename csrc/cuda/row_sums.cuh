@@ -204,15 +204,6 @@ __device__ __forceinline__ float sum_row_warp_halves(float mine) {
   return mine;
 }
 
-// The same sums in the same order from four neighbouring lanes, the first ones of each half, that
-// have those of four warps each: lane l of warps l, l + 4, l + 8 and l + 12.
-__device__ __forceinline__ Sums<float> sum_fours_of_warps(const float4& mine) {
-  float sum = (mine.x + mine.z) + (mine.y + mine.w);
-  sum += __shfl_xor_sync(kAllLanes, sum, 2);
-  sum += __shfl_xor_sync(kAllLanes, sum, 1);
-  return both_halves(sum);
-}
-
 __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
   return both_halves(sum_row_warp_halves(mine));
 }

@@ -23,8 +23,8 @@ __device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& 
   return y;
 }
 
-// What y is computed with. Of aligned rows, kLow: x is unpacked anew, for 40 or 48 registers
-// instead of 56: of 320 threads four blocks find a place on a multiprocessor then instead of three,
+// What y is computed with. kLow: x is unpacked anew, for 40 or 48 registers instead of 56: of
+// aligned rows, of 320 threads four blocks find a place on a multiprocessor then instead of three,
 // 13421 x 10000 bfloat16 took 133.3 us on an H200 for 136.9 us, and with float32 parameters, which
 // have to be waited for longer, 16384 x 8192 134.0 us for 142.2 us.
 // kHigh: weight and bias of two chunks at once, for 64 registers. Where few rows are under way,
@@ -68,7 +68,9 @@ class RowTile {
         shared_(shared + threadIdx.x / kWarpSize * kGranules + span.lane),
         stage_{shared + threadIdx.x / kWarpSize * kGranules + kShared * kWarpSize} {}
 
-  // Reads the span of a row; `end` is the end of the tensor's memory.
+  // Reads the span of a row; `end` is the end of the tensor's memory. kInside, here and below: the
+  // span is inside the row (see Span), which is not aligned, and `known_plain` is true.
+  template <bool kInside = false>
   __device__ __forceinline__ void load(const X* row, const X* end) {
     if constexpr (kVectorized) {
 #pragma unroll
@@ -85,11 +87,11 @@ class RowTile {
         }
       }
     } else {
-      if (span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
+      if (!kInside && span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
       if constexpr (kStages) {
         load_staged(row + span_.begin, end);
       } else {
-        read_realigned(registers_, row, span_.begin, span_.chunks(), end);
+        read_realigned<kInside>(registers_, row, span_.begin, chunks<kInside>(), end);
       }
     }
   }
@@ -100,25 +102,27 @@ class RowTile {
   }
 
   // The moments of the span, in every lane of the warp; none for a span without columns.
+  template <bool kInside = false>
   __device__ __forceinline__ SetMoments<A> moments() const {
     A total = A(RowSpan::kSize), inverse = A(1.0 / RowSpan::kSize);
-    if (!span_.whole() || (kOverhang && span_.tail() > 0)) {
+    if (!kInside && (!span_.whole() || (kOverhang && span_.tail() > 0))) {
       total = A(span_.chunks() * kColumns + span_.tail());
       inverse = span_.cols > 0 ? quotient(A(1), total) : A(0);
     }
-    return moments(total, inverse);
+    return moments<kInside>(total, inverse);
   }
 
   // The same of as many columns as `total` says.
+  template <bool kInside = false>
   __device__ __forceinline__ SetMoments<A> moments(A total, A inverse_total) const {
     constexpr bool kForgets = kVectorized && kShared > 0;  // no register is to spare there
     ChunkMoments<A, kChunks, kColumns, kForgets> thread;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       if (k == kRegisters) wait();
-      thread.add_chunk(k, chunk(k), span_.has(k));
+      thread.add_chunk(k, chunk(k), kInside || span_.has(k));
     }
-    if constexpr (!kVectorized) {
+    if constexpr (!kVectorized && !kInside) {
       if (span_.lane < span_.tail()) thread.add(widen(tail_));
     }
     return merge_warp(thread, total, inverse_total);
@@ -126,18 +130,18 @@ class RowTile {
 
   // Writes y. A missing weight is one and a missing bias zero. `known_plain`: neither is missing,
   // and their chunks are aligned.
-  template <class W>
+  template <bool kInside = false, class W>
   __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias,
                                         bool known_plain) {
     if constexpr (kRegisterUse == RegisterUse::kLow) {
 #pragma unroll
       for (auto& chunk : registers_) forget_unpacked(chunk);
     }
-    if constexpr (kRegisterUse == RegisterUse::kHigh) {
-      if (known_plain) {
+    if constexpr (kInside || kRegisterUse == RegisterUse::kHigh) {
+      if (kInside || known_plain) {
         const W* const weights = weight + span_.column(0);
         const W* const biases = bias + span_.column(0);
-        write(
+        write_with<kInside>(
             row, mean, rstd,
             [&](int k, bool exists) {
               constexpr int kStep = kWarpSize * kColumns;
@@ -151,7 +155,7 @@ class RowTile {
     const bool plain = weight != nullptr && bias != nullptr &&
                        (kVectorized || (is_aligned(weight) && is_aligned(bias)));
     if (plain) {
-      write(
+      write_with<false>(
           row, mean, rstd,
           [&](int k, bool exists) {
             const int column = span_.column(k);
@@ -160,7 +164,7 @@ class RowTile {
           },
           weight, bias);
     } else {
-      write(
+      write_with<false>(
           row, mean, rstd,
           [&](int k, bool exists) {
             const int column = span_.column(k);
@@ -182,6 +186,12 @@ class RowTile {
   Stage stage_;
   Pack<X, kColumns> registers_[kRegisters];
   X tail_;
+
+  // Whole chunks of the span.
+  template <bool kInside>
+  __device__ __forceinline__ int chunks() const {
+    return kInside ? kChunks * kWarpSize : span_.chunks();
+  }
 
   __device__ __forceinline__ uint4* shared_chunk(int k) const {
     return shared_ + (k - kRegisters) * kWarpSize;
@@ -230,9 +240,9 @@ class RowTile {
   }
 
   // `affine` loads weight and bias of chunk k, if it exists.
-  template <class W, class Load>
-  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const Load& affine, const W* weight,
-                                        const W* bias) {
+  template <bool kInside, class W, class Load>
+  __device__ __forceinline__ void write_with(Y* row, A mean, A rstd, const Load& affine,
+                                             const W* weight, const W* bias) {
     const auto y = [&](int k, bool exists) {
       const Affine<W> parameters = affine(k, exists);
       return normalize<Y>(chunk(k), mean, rstd, parameters.weight, parameters.bias);
@@ -268,7 +278,7 @@ class RowTile {
     } else {
       // Before the chunks in registers: 16384 x 4095 bfloat16 took 78.7 us on an H200, 79.5 us
       // after.
-      if (span_.lane < span_.tail()) {
+      if (!kInside && span_.lane < span_.tail()) {
         const int column = span_.tail_column();
         const auto parameter = [&](const W* parameters, A absent) {
           return parameters == nullptr ? absent : A(widen(parameters[column]));
@@ -302,9 +312,9 @@ class RowTile {
 #pragma unroll
         for (int k = 0; k < kChunks; ++k) {
           // (Under a condition one chunk's parameters would be loaded after the other's.)
-          granules[k] = to_granule(y(k, span_.has(k)));
+          granules[k] = to_granule(y(k, kInside || span_.has(k)));
         }
-        write_realigned(granules, row, span_.begin, span_.chunks());
+        write_realigned(granules, row, span_.begin, chunks<kInside>());
       }
     }
   }

@@ -30,6 +30,8 @@ struct Span {
     return begin + (k * kWarpSize + lane) * kColumns;
   }
   __device__ __forceinline__ bool whole() const { return cols >= kSize; }
+  // Whether the row goes on behind it, by a chunk at the least.
+  __device__ __forceinline__ bool is_inside() const { return cols >= kSize + kColumns; }
   // Whole chunks.
   __device__ __forceinline__ int chunks() const { return min(max(cols, 0), kSize) / kColumns; }
   // Whether chunk k exists whole.

@@ -104,10 +104,6 @@ float of_first_lane(float value) {
   return Warp::exchange(value, threadIdx.x - threadIdx.x % kWidth);
 }
 
-inline float read_by_first_lane(const float& place) {
-  return Warp::exchange(threadIdx.x == 0 ? place : 0.f, 0);
-}
-
 template <int kWidth, int kCount>
 void sum_lanes(float (&values)[kCount]) {
   static_assert((kWidth & (kWidth - 1)) == 0);
