@@ -293,7 +293,7 @@ def test_the_forward_ring_sums_as_rows_of_one_block_do(
     """Bit for bit, for rows are many that take the one and few that take the other."""
     _skip_without_clusters("ring")
     chunk = 16 // dtype.itemsize
-    for rows, chunks in ((700, 2049), (5, 2050), (140, 2473), (3, 2999), (401, 3072), (133, 4096)):
+    for rows, chunks in ((700, 3073), (5, 3074), (140, 3473), (3, 3999), (401, 3585), (133, 4096)):
         cols = chunk * chunks
         x, _, weight, bias = _arguments(rows, cols, dtype)
         for each in (x, _narrowed(x)):

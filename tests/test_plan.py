@@ -246,7 +246,9 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
             assert plan["rows_per_block"] % plan["rows_per_warp"] == 0, "whole warps"
             assert threads * plan["rows_per_warp"] <= 32
             block = plan["rows_per_block"] // plan["rows_per_warp"] * 32
-        assert 1 <= block <= (640 if plan["kernel"] == "ring" else 512), where
+        in_registers = direction == "forward" and plan["chunks_per_thread"] == 4
+        most = {"ring": 640, "rows": 768 if in_registers else 512}.get(plan["kernel"], 512)
+        assert 1 <= block <= most, where
         assert plan.get("shared_bytes", 0) + 2048 <= SHARED_BYTES[gpu[1]], where
         assert plan["chunks_per_thread"] * together <= 8, where
         assert plan["chunks_per_thread"] in (1, 2, 3, 4, 5, 6, 7, 8), where
@@ -501,11 +503,27 @@ def test_uneven_rows_of_the_forward_by_three_and_five_blocks(dtype: str, bandwid
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_large_blocks_of_uneven_rows_in_the_forward_ring(dtype: str) -> None:
-    for cols, many in ((17_001, "rows"), (20_001, "rows"), (22_001, "ring"), (32_767, "ring")):
+    for cols, many in ((17_001, "rows"), (24_583, "rows"), (24_585, "ring"), (32_767, "ring")):
         assert _C.plan("forward", 4000, cols, dtype)["kernel"] == many
         assert _C.plan("forward", 400, cols, dtype)["kernel"] == "rows"
     # Full but for what lies behind the last chunk, which the ring would add up in another order.
-    assert _C.plan("forward", 4000, 24_577, dtype)["kernel"] == "rows"
+    assert _C.plan("forward", 4000, 26_625, dtype)["kernel"] == "rows"
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_wide_blocks_hold_rows_in_registers(dtype: str) -> None:
+    """Of up to 24 warps, however many and wherever they start, if all tensors are of one dtype."""
+    columns = chunk_columns(dtype)
+    widest = 768 * 4 * columns
+    for cols in (512 * 4 * columns + columns, widest - 5 * columns, widest, widest + columns - 1):
+        for rows, aligned in itertools.product((1, 700, 100_000), (False, True)):
+            plan = _C.plan("forward", rows, cols, dtype, aligned=aligned)
+            held = (plan["kernel"], plan["chunks_per_thread"], plan["shared_bytes"])
+            assert held == ("rows", 4, 0)
+            assert plan["threads_per_row"] == -(-(cols // columns) // 128) * 32
+            mixed = _C.plan("forward", rows, cols, dtype, aligned=aligned, one_dtype=False)
+            assert mixed["threads_per_row"] <= 512
+    assert _C.plan("forward", 700, widest + columns, dtype)["threads_per_row"] <= 512
 
 
 def test_slow_memory_has_more_uneven_rows_in_the_ring() -> None:

@@ -24,7 +24,7 @@ Request = tuple[tuple[str, Any], ...]
 
 DTYPE_OF_BYTES = {2: "bfloat16", 4: "float32", 8: "float64"}  # float16 has bfloat16's plans
 # Of a row beyond a warp: where other instantiations begin, or other ways through them.
-MOST_THREADS = (192, 256, 384, 10**9)
+MOST_THREADS = (192, 256, 384, 512, 10**9)
 GRID = 17  # blocks of a grid that runs as a whole, which are asked for so; others: the same code
 # Its blocks hold so few rows at once that they leave several partial sums of hundreds of rows.
 SHARES = {"kernel": "ring", "cluster_size": 60, "weight_grads": "fused"}

@@ -315,6 +315,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     forward_rows(const ForwardParameters<X, Y, W> p) {
   using A = Accumulator<X>;
   constexpr bool kOverhang = !kVectorized && !kCluster;
+  constexpr int kMostWarps = kMaxThreads > kMaxThreadsPerRow ? 32 : 16;
   using Tile = RowTile<X, Y, kChunks, kShared, kVectorized, kOverhang, kRegisterUse>;
   using RowSpan = typename Tile::RowSpan;
   extern __shared__ uint4 shared_chunks[];
@@ -365,7 +366,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     moments = merge_sets(block_moments, cols, block_size, p.inverse_cols);
   } else {
     const int overhang = kOverhang && cols >= Tile::kColumns ? cols % Tile::kColumns : 0;
-    moments = merge_sets(warp_moments, cols, RowSpan::kSize, p.inverse_cols, overhang);
+    moments = merge_sets<kMostWarps>(warp_moments, cols, RowSpan::kSize, p.inverse_cols, overhang);
   }
   const A rstd = rstd_of(moments, p.inverse_cols, p.eps);
   if (threadIdx.x == 0 && rank == 0) {
@@ -554,6 +555,11 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
   return cudaErrorInvalidValue;
 }
 
+// Whether rows in registers may have more than 512 threads (see most_row_threads in
+// plan_forward.cpp).
+template <class X, class Y, class W>
+constexpr bool kHasWideBlocks = kOneType<X, Y, W> && !std::is_same_v<X, double>;
+
 // Launches the kernel for rows with kRegisterChunks chunks in each thread's registers.
 //
 // With 40 registers, three blocks of 512 threads find a place on an SM. Of 268 MB on an H200, with
@@ -567,12 +573,26 @@ cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_
 // 12289 .901 and .937, 14001 .860 and .894, 16385 .866 and .903; float16 7501 .833 and .894, 8191
 // .879 and .949, 10001 .808 and .923, 12289 .881 and .949, 14001 .798 and .902, 16385 .824 and .909
 // (on an H100 14001 .84 and .98). Shorter ones lose by it: 3001 .92 and .83, 5001 .92 and .88.
+//
+// More than 512 threads have 40 registers in any case, for two blocks on an SM. Of a copy on an
+// H100, with eight chunks in each of half as many threads, in the ring if aligned, and so: bfloat16
+// 16392 columns .93 and .98, 18432 .94 and .99, 24576 .95 and .985, 18001 .88 and .95, 22001 .895
+// and .95, 24577 .845 and .94; float16 20001 .88 and .955; float32 8200 .95 and .99, 12288 .955 and
+// .99, 8201 .94 and 1.00, 12289 .885 and .99. A thousand threads with 32 registers: bfloat16 28160
+// .96 and .83, float32 16384 .96 and .915.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int threads = plan.threads_per_row;
   constexpr int kChunks = kRegisterChunks;
   constexpr bool kWideY = sizeof(Y) > sizeof(X);
   constexpr bool kFew = kFewRegisters<X, W>;
+  if constexpr (kHasWideBlocks<X, Y, W>) {
+    if (threads > kMaxThreadsPerRow) {
+      constexpr RegisterUse kUse = kIs16Bit<X> ? RegisterUse::kLow : RegisterUse::kMedium;
+      return launch_rows(
+          forward_rows<X, Y, W, kMaxRowThreads, 2, kChunks, 0, false, kVectorized, kUse>);
+    }
+  }
   if constexpr (kVectorized && kIs16Bit<X> && !kWideY) {
     if (threads > (kFew ? 384 : 256)) {
       return launch_rows(forward_rows<X, Y, W, 512, 3, kChunks, 0, false, true, RegisterUse::kLow>);

@@ -218,11 +218,11 @@ __device__ __forceinline__ A columns_of_set(int columns, int size, int index, in
 }
 
 // The moments of `columns` columns, cut into sets of `size` but for the last one, in every lane of
-// the calling warp. At most 16 sets.
-template <class A>
+// the calling warp. At most kMost sets; how many may be does not change the sum.
+template <int kMost = 16, class A>
 __device__ __forceinline__ SetMoments<A> merge_sets(const SetMoments<A>* sets, int columns,
                                                     int size, A inverse_columns, int overhang = 0) {
-  constexpr int kFew = 4, kMost = 16;
+  constexpr int kFew = 4;
   const int whole = columns - overhang;
   if (whole <= size) return sets[0];
   const A total = static_cast<A>(columns);

@@ -78,6 +78,7 @@ constexpr int kWideLaneWarps = 12;
 constexpr int kChunkBytes = 16;
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
+constexpr int kMaxRowThreads = 768;      // of a row in registers alone, with 40 of them
 constexpr int kMaxGridThreads = 480;     // of a row in a block of such a grid, beside another warp
 constexpr int kGridAhead = 3;            // rows that are summed there before one is finished,
 constexpr int kAheadThreads = 320;       // in the forward by blocks of up to so many threads

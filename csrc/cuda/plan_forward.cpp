@@ -6,8 +6,8 @@
 namespace fastnorm::cuda {
 namespace {
 
-// The most warps of an uneven row whose parameters have another dtype, with kRegisterChunks.
-constexpr int64_t kMaxUnevenWarps = 12;
+// The most threads of an uneven row whose parameters have another dtype, with kRegisterChunks.
+constexpr int kMaxUnevenThreads = 384;
 
 // Shared memory of a block of the forward beside what its plan says.
 constexpr int kReductionBytes = 2048;
@@ -133,7 +133,7 @@ bool chunks_fill_warps(const ForwardProblem& problem) {
   const double busy =
       static_cast<double>(chunks) / static_cast<double>(warps * kWarpSize * kRegisterChunks);
   if (!problem.one_dtype) {  // even ones: 1026 .70 and .84, 2050 .86 and .91, 4094 .81 and .85
-    return warps > (even ? 4 : 1) && warps <= kMaxUnevenWarps && busy >= 0.92;
+    return warps > (even ? 4 : 1) && warps * kWarpSize <= kMaxUnevenThreads && busy >= 0.92;
   }
   if (size_in_bytes(problem.x_dtype) == 2) {
     const bool in_pairs = even && problem.cols <= kWarpSize * kMostElementColumns;
@@ -290,9 +290,20 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   return shape;
 }
 
-// A row in a block: in registers alone while that takes no more than 512 threads, of which an SM
-// holds two blocks or three (of uneven rows with parameters of another dtype 384); or in a warp of
-// one, where that is enough. The columns behind the last whole chunk take no thread of their own.
+// Threads that a row in registers alone may have: what an SM holds two or three blocks of (of
+// uneven rows with parameters of another dtype 384). Beyond 512 where 40 registers are enough. Of a
+// copy on an H100, in half as many threads or in the ring, and so: bfloat16 16392 columns .93 and
+// .98, 24576 .95 and .985, 18001 .88 and .95, 24577 .845 and .94; float32 12288 .955 and .99, 12289
+// .885 and .99. Few rows lose up to .05: 512 x 12288 float32 .99 and .94, 300 x 20001 .995 and .96.
+int most_row_threads(const ForwardProblem& problem) {
+  if (problem.one_dtype) {
+    return problem.x_dtype == DType::kFloat64 ? kMaxThreadsPerRow : kMaxRowThreads;
+  }
+  return is_uneven(problem) ? kMaxUnevenThreads : kMaxThreadsPerRow;
+}
+
+// A row in a block: in registers alone where it may be, or in a warp of one, where that is enough.
+// The columns behind the last whole chunk take no thread of their own.
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
   const bool uneven = is_uneven(problem);
@@ -300,9 +311,7 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   const bool three = in_warp && chunks <= 3 * kWarpSize;
   const int in_lane = three ? 3 : register_chunks(chunks, problem);
   const int threads = forward_threads(chunks, in_lane);
-  const bool few = threads <= kMaxUnevenWarps * kWarpSize;
-  const bool has_room = !uneven || problem.one_dtype;
-  const bool in_registers = few || (has_room && threads <= kMaxThreadsPerRow);
+  const bool in_registers = threads <= most_row_threads(problem);
   plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
   plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
@@ -313,19 +322,15 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
 }
 
 // Whether the ring is better for rows that a block can hold too, if not in registers alone: for
-// many of them. Of a copy, on an H200, in blocks of their own and in the ring: bfloat16 8192 x
-// 16392 .87 and .93, 8192 x 24576 .89 and .93, 4096 x 32768 .88 and .93, 512 x 32768 .81 and .90,
-// 300 x 16392 .97 and .87; float32 8192 x 8200 .90 and .91, 4096 x 12288 .91 and .94, 16384 x 12288
-// .95 and .93, 512 x 16384 .77 and .93; not aligned 4084 x 8201 .82 and .89, 999 x 10001 .85 and
-// .94, 244 x 16383 .91 and .82. Of a 16-bit type such rows are in large blocks, of which few find a
-// place on a multiprocessor, if there are many: of 268 MB of bfloat16 20001 .78 and .76, 22001 .71
-// and .82, 26001 .74 and .81, 30001 .725 and .85, 32767 .73 and .80; but 813 x 24577 .74 and .68.
+// many of them. Of a copy, on an H200, in blocks of their own and in the ring: bfloat16 4096 x
+// 32768 .88 and .93, 512 x 32768 .81 and .90, few rows, of 16392 columns, 300 .97 and .87; float32
+// 512 x 16384 .77 and .93; not aligned 244 x 16383 .91 and .82, bfloat16, of 268 MB, 26001 .74 and
+// .81, 30001 .725 and .85, 32767 .73 and .80, but few, 813 x 24577, .74 and .68.
 //
 // Columns behind a row's last whole chunk are in the warp of that chunk, in the ring only if it is
 // not full: rows that would be added up in another order are not for it.
 bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kRounds = 3, kUnevenRounds = 10;
-  constexpr int kManyThreads = 352;
   const int64_t columns = chunk_columns(problem.x_dtype);
   ForwardPlan rows;
   shape_rows(rows, problem, columns);
@@ -334,7 +339,6 @@ bool ring_holds_block_rows(const ForwardProblem& problem, const DeviceProperties
       !uneven || problem.cols / columns % (int64_t{kWarpSize} * kForwardChunks) != 0;
   const bool is_fast = problem.x_dtype == DType::kFloat32 || (problem.aligned && !uneven);
   return rows.chunks_per_thread == kForwardChunks && same_order &&
-         (is_fast || rows.threads_per_row >= kManyThreads) &&
          problem.rows >= (is_fast ? kRounds : kUnevenRounds) * device.sm_count;
 }
 

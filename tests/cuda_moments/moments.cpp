@@ -62,7 +62,8 @@ void take_rows(const float* x, int rows, int cols, SetMoments<float>* result) {
       });
     }
     Warp::run([&] {
-      const SetMoments<float> moments = merge_sets(sets.data(), cols, kSize, 1.f / cols, overhang);
+      const SetMoments<float> moments =
+          merge_sets<kWarpSize>(sets.data(), cols, kSize, 1.f / cols, overhang);
       if (threadIdx.x == 0) result[row] = moments;
     });
   }
