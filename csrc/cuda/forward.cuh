@@ -578,8 +578,9 @@ constexpr bool kHasWideBlocks = kOneType<X, Y, W> && !std::is_same_v<X, double>;
 // H100, with eight chunks in each of half as many threads, in the ring if aligned, and so: bfloat16
 // 16392 columns .93 and .98, 18432 .94 and .99, 24576 .95 and .985, 18001 .88 and .95, 22001 .895
 // and .95, 24577 .845 and .94; float16 20001 .88 and .955; float32 8200 .95 and .99, 12288 .955 and
-// .99, 8201 .94 and 1.00, 12289 .885 and .99. A thousand threads with 32 registers: bfloat16 28160
-// .96 and .83, float32 16384 .96 and .915.
+// .99, 8201 .94 and 1.00, 12289 .885 and .99. (On an H200, in two runs, float32 12288 .934 and
+// .987.) A thousand threads with 32 registers: bfloat16 28160 .96 and .83, float32 16384 .96 and
+// .915.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
   const int threads = plan.threads_per_row;
