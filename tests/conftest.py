@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Processes of pytest-xdist share the cores: two with two threads each on two cores took twice the
+# time of two with one.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 # Inductor's pool of compilers takes longer to start, and to end, than the few kernels of the tests.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Nor does each process try, in ten compilations and ten processes, which vector instructions the
