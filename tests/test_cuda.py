@@ -578,6 +578,37 @@ def test_rows_of_several_warps_that_leave_lanes_idle(cols: int, dtype: torch.dty
     assert all(ours[:7].equal(other) for ours, other in zip(many, few))
 
 
+# By column, a few lanes, one warp, several with chunks in registers, the ring.
+@pytest.mark.parametrize("out", [None, torch.float32], ids=["as_x", "float32"])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["as_x", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [66, 152, 257, 264, 640, 1023, 1600, 2601, 4096, 6145, 8191, 16_385, 20_001, 33_001]
+)
+def test_means_near_zero_and_far_from_it(
+    cols: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, out: torch.dtype | None
+) -> None:
+    """Sums serve near ones, differences the others; none depends on the rows beside it."""
+    x, _, weight, bias = _arguments(40, cols, dtype)
+    weight, bias = (p.to(weight_dtype or dtype) for p in (weight, bias))
+    x = random((40, cols), torch.float32, "cuda")
+    means = torch.tensor([0, 0.9, -0.99, 1.01, 1.9, -2.1, 5, 100], device="cuda")
+    x = (x + means.repeat(5)[:, None]).to(dtype)
+    x[8:16, : cols // 8] *= 100  # these columns weigh more than all others
+    x[16] = 0
+    x[17] = 3.0
+    x[18, 1:] = 0.25
+    x[18, 0] = 1000.0
+    x[19, cols // 2] = float("inf")
+    x[20, cols - 1] = float("nan")
+    together = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, out)
+    for row in (0, 1, 3, 7, 9, 11, 16, 17, 18, 19, 20, 25, 39):
+        alone = check_forward(x[row : row + 1], [cols], weight, bias, out_dtype=out)
+        for ours, other in zip(together, alone):
+            assert ours[row].nan_to_num(nan=7.0).equal(other[0].nan_to_num(nan=7.0))
+    assert together[0][17].equal(bias.to(out or dtype))
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("chunks", [3, 5, 7, 9, 13, 15, 17, 19])
 def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> None:

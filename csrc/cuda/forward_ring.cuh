@@ -470,7 +470,12 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   // Moments of the warp's span; leaves the chunks of an unaligned one where they belong.
   const auto sum_span = [&](unsigned slot, auto is_whole) {
     constexpr bool kWhole = decltype(is_whole)::value;
-    ChunkMoments<float, kChunks, kColumns> thread;
+    using ByDifferences = ChunkMoments<float, kChunks, kColumns>;
+    constexpr bool kSums = kSumsFirst<kColumns, kWarpSize, kChunks>;
+    std::conditional_t<kSums, ThreadSums<float>, ByDifferences> thread;
+    const auto tail = [&] {
+      return load_element<X>(slot - lane * kChunkBytes + (span.tail_column() - begin) * kSize);
+    };
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
@@ -503,10 +508,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       }
       if (!kWhole && span.tail() > 0) {
         __syncwarp();
-        if (lane < span.tail()) {
-          const unsigned place = slot - lane * kChunkBytes + (span.tail_column() - begin) * kSize;
-          thread.add(load_element<X>(place));
-        }
+        if (lane < span.tail()) thread.add(tail());
       }
       x_low += static_cast<unsigned>(p.x_step);
     }
@@ -515,7 +517,23 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       total = static_cast<float>(run);
       inverse = run > 0 ? quotient(1.f, total) : 0.f;
     }
-    return merge_warp(thread, total, inverse);
+    if constexpr (kSums) {
+      Set row[1];
+      const ThreadSums<float> threads[] = {thread};
+      merge_sums<kWarpSize>(row, threads, inverse, [&](Set(&others)[1]) {
+        ByDifferences differences;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          differences.add_chunk(k, to_pack<X, kColumns>(load_shared(slot + k * kStep)),
+                                kWhole || span.has(k));
+        }
+        if (!kVectorized && !kWhole && lane < span.tail()) differences.add(tail());
+        others[0] = merge_warp(differences, total, inverse);
+      });
+      return row[0];
+    } else {
+      return merge_warp(thread, total, inverse);
+    }
   };
   const auto moments_of = [&](unsigned slot) {
     return whole ? sum_span(slot, std::true_type()) : sum_span(slot, std::false_type());
@@ -529,12 +547,13 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       p.mean[row] = moments.mean;
       p.rstd[row] = rstd;
     }
+    const Standardizer<float> standardizer{rstd, moments.mean};
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       keep_packed(weight[k]);
       keep_packed(bias[k]);
       const Chunk out = normalize<X>(to_pack<X, kColumns>(load_shared(slot + k * kStep)),
-                                     moments.mean, rstd, weight[k], bias[k]);
+                                     standardizer, weight[k], bias[k]);
       if constexpr (kVectorized) {
         if (whole || span.has(k)) store_pack(reinterpret_cast<X*>(y + k * kStep), out);
       } else {

@@ -1,4 +1,6 @@
-// Mean and sum of squared differences from it, of the chunks of a thread and of a row's threads.
+// Mean and sum of squared differences from it, of the chunks of a thread and of a row's threads: by
+// differences from a point within the row; of many 16-bit rows from the sums of columns and of
+// their squares, where that loses no more than a bit.
 #pragma once
 
 #include <limits>
@@ -115,6 +117,26 @@ struct SetMoments {
   A m2 = 0;
 };
 
+// What makes xhat of a column: by a fused multiply and add where the row is centred, by a
+// difference and a product else, of which equal columns leave nothing.
+template <class A>
+struct Standardizer {
+  A rstd;
+  A constant;  // the mean, or if centred less its product with rstd
+
+  template <bool kCentred>
+  __device__ __forceinline__ A xhat(A x) const {
+    return kCentred ? fma(x, rstd, constant) : (x - constant) * rstd;
+  }
+};
+
+// Whether the mean lies within two standard deviations of zero. What a fused multiply and add then
+// loses is no more than rounding the mean to float32 has lost.
+template <class A>
+__device__ __forceinline__ bool is_centred(const SetMoments<A>& row, A inverse_total) {
+  return row.mean * row.mean <= A(4) * inverse_total * row.m2;
+}
+
 // 1 / standard deviation of a row. Squares beyond float32 leave infinity less infinity (see
 // merge_differences), which is no number: the variance is infinite then. None has a row of which
 // the mean is not finite.
@@ -164,6 +186,116 @@ __device__ __forceinline__ void merge_differences(SetMoments<A> (&rows)[kRows],
     rows[r].mean = isfinite(values[2 * r]) ? at[r] + values[2 * r] : at[r];
   }
 }
+
+// Whether chunks are summed as they are first: of 16-bit types, eight columns each. It is the same
+// for all rows of a width. On 92 multiprocessors of an H100, each with an H200's share of memory,
+// 131072 x 1023 bfloat16 reached .943 of a copy by differences and .961 so, 32768 x 4095 .935 and
+// .977, 883011 x 152 .96 and .976; but 64, 192, 384 and 512 columns the same, 671088 x 200 .96 and
+// .935 with spills of a few words, 4096 x 32768 in the ring .863 and .843.
+template <int kColumns, int kLanes, int kChunks>
+constexpr bool kSumsFirst =
+    kColumns == 8 && ((kLanes == kWarpSize && kChunks < kForwardChunks) || kChunks == 5);
+
+// Sums of a thread's columns and of their squares: two instructions for a column, where differences
+// take three and the first chunk four.
+template <class A>
+struct ThreadSums {
+  A sum = 0;
+  A squares = 0;
+
+  // Adds a chunk, if it exists. Each is summed by itself, or errors of equal terms add up.
+  template <class X, int kColumns>
+  __device__ __forceinline__ void add_chunk(int k, const Pack<X, kColumns>& chunk, bool exists) {
+    A new_sum = chunk.template get<A>(0), new_squares = new_sum * new_sum;
+#pragma unroll
+    for (int i = 1; i < kColumns; ++i) {
+      const A value = chunk.template get<A>(i);
+      new_sum += value;
+      new_squares = fma(value, value, new_squares);
+    }
+    if (k > 0) {
+      new_sum += sum;
+      new_squares += squares;
+    }
+    sum = exists ? new_sum : sum;
+    squares = exists ? new_squares : squares;
+  }
+
+  // Adds one more column.
+  __device__ __forceinline__ void add(A value) {
+    sum += value;
+    squares = fma(value, value, squares);
+  }
+};
+
+// The moments that sums of columns and of their squares amount to; false where more than one bit
+// cancels, for the mean does not lie within a standard deviation of zero, or something is not
+// finite.
+template <class A>
+__device__ __forceinline__ bool take_sums(SetMoments<A>& row, const ThreadSums<A>& sums,
+                                          A inverse_total) {
+  const A mean = sums.sum * inverse_total, between = sums.sum * mean;
+  row = {mean, sums.squares - between};
+  return between <= row.m2 && row.m2 < SetMoments<A>::kInfinity;
+}
+
+// The moments of kRows rows that kWidth neighbouring lanes share, in all of them, from their sums
+// if these do. `by_differences(rows)` tells what to take else: called by the whole warp, but none
+// depends on another row.
+template <int kWidth, class A, int kRows, class ByDifferences>
+__device__ __forceinline__ void merge_sums(SetMoments<A> (&rows)[kRows],
+                                           const ThreadSums<A> (&threads)[kRows], A inverse_total,
+                                           const ByDifferences& by_differences) {
+  A values[2 * kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    values[2 * r] = threads[r].sum;
+    values[2 * r + 1] = threads[r].squares;
+  }
+  sum_lanes<kWidth>(values);
+  bool taken[kRows], all_taken = true;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    taken[r] = take_sums(rows[r], {values[2 * r], values[2 * r + 1]}, inverse_total);
+    all_taken &= taken[r];
+  }
+  if (__all_sync(kAllLanes, all_taken)) return;
+  SetMoments<A> others[kRows];
+  by_differences(others);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (!taken[r]) rows[r] = others[r];
+  }
+}
+
+// The sums of a row's warps, in shared memory, up to kMost: without their numbers of columns, they
+// are merged by a fifth of the instructions that moments take.
+template <int kMost>
+struct WarpSums {
+  static constexpr int kHalf = kWarpSize / 2;
+  static_assert(kMost == kHalf || kMost == kWarpSize);
+  float halves[2][kMost];  // of columns, of squares
+
+  // Of the calling warp's threads.
+  __device__ __forceinline__ void put(int warp, const ThreadSums<float>& thread) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const float mine = sum_halves(thread.sum, thread.squares, lane);
+    if (lane % kHalf == 0) halves[lane / kHalf][warp] = mine;
+  }
+
+  // Of all `warps`, when they have put theirs.
+  __device__ __forceinline__ ThreadSums<float> merge(int warps) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, warp = lane % kHalf;
+    const float* const half = halves[lane / kHalf];
+    float mine = warp < warps ? half[warp] : 0.f;
+    if (kMost > kHalf && warp + kHalf < warps) mine += half[warp + kMost - kHalf];
+#pragma unroll
+    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
+      mine += __shfl_xor_sync(kAllLanes, mine, offset);
+    }
+    return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf)};
+  }
+};
 
 // The moments of the columns of kWidth neighbouring lanes, which make up `total` in each row, in
 // all of them; the first lane's are not nothing.

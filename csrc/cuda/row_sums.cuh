@@ -143,27 +143,6 @@ struct TailColumn {
   }
 };
 
-// The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
-// one, in the upper half the other. Half the shuffles of two separate sums.
-__device__ __forceinline__ float sum_halves(float first, float second, int lane) {
-  const bool upper = lane >= kWarpSize / 2;
-  float mine = upper ? second : first;
-  mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
-#pragma unroll
-  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
-  }
-  return mine;
-}
-
-__device__ __forceinline__ float sum_halves(float first, float second) {
-  return sum_halves(first, second, threadIdx.x % kWarpSize);
-}
-
-__device__ __forceinline__ Sums<float> both_halves(float mine) {
-  return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kWarpSize / 2)};
-}
-
 // The sums over the lanes of a row that a warp holds alone. Lanes that are no power of two add as
 // the next one would whose others had nothing, for they may be followed at once by those of another
 // row; they need to know which of them this `lane` is.

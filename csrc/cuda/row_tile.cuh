@@ -9,13 +9,14 @@
 namespace fastnorm::cuda {
 
 // y of one chunk.
-template <class Y, class A, class X, class W, int kColumns>
-__device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x, A mean, A rstd,
+template <class Y, bool kCentred = false, class A, class X, class W, int kColumns>
+__device__ __forceinline__ Pack<Y, kColumns> normalize(const Pack<X, kColumns>& x,
+                                                       const Standardizer<A>& standardizer,
                                                        const Pack<W, kColumns>& weight,
                                                        const Pack<W, kColumns>& bias) {
   Pack<Y, kColumns> y;
   const auto value = [&](int i) {
-    const A xhat = (x.template get<A>(i) - mean) * rstd;
+    const A xhat = standardizer.template xhat<kCentred>(x.template get<A>(i));
     return fma(xhat, weight.template get<A>(i), bias.template get<A>(i));
   };
 #pragma unroll
@@ -101,38 +102,40 @@ class RowTile {
     if constexpr (kVectorized) wait_for_copies();
   }
 
-  // The moments of the span, in every lane of the warp; none for a span without columns.
+  // This lane's sums of the span.
   template <bool kInside = false>
+  __device__ __forceinline__ ThreadSums<A> sums() const {
+    ThreadSums<A> thread;
+    add_to<kInside>(thread);
+    return thread;
+  }
+
+  // The moments of the span, by differences, in every lane of the warp; none for a span without
+  // columns. kAgain: after its sums.
+  template <bool kInside = false, bool kAgain = false>
   __device__ __forceinline__ SetMoments<A> moments() const {
     A total = A(RowSpan::kSize), inverse = A(1.0 / RowSpan::kSize);
     if (!kInside && (!span_.whole() || (kOverhang && span_.tail() > 0))) {
       total = A(span_.chunks() * kColumns + span_.tail());
       inverse = span_.cols > 0 ? quotient(A(1), total) : A(0);
     }
-    return moments<kInside>(total, inverse);
+    return moments<kInside, kAgain>(total, inverse);
   }
 
   // The same of as many columns as `total` says.
-  template <bool kInside = false>
+  template <bool kInside = false, bool kAgain = false>
   __device__ __forceinline__ SetMoments<A> moments(A total, A inverse_total) const {
     constexpr bool kForgets = kVectorized && kShared > 0;  // no register is to spare there
     ChunkMoments<A, kChunks, kColumns, kForgets> thread;
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      if (k == kRegisters) wait();
-      thread.add_chunk(k, chunk(k), kInside || span_.has(k));
-    }
-    if constexpr (!kVectorized && !kInside) {
-      if (span_.lane < span_.tail()) thread.add(widen(tail_));
-    }
+    add_to<kInside, kAgain>(thread);
     return merge_warp(thread, total, inverse_total);
   }
 
   // Writes y. A missing weight is one and a missing bias zero. `known_plain`: neither is missing,
-  // and their chunks are aligned.
-  template <bool kInside = false, class W>
-  __device__ __forceinline__ void write(Y* row, A mean, A rstd, const W* weight, const W* bias,
-                                        bool known_plain) {
+  // and their chunks are aligned. kCentred: of a centred row.
+  template <bool kInside = false, bool kCentred = false, class W>
+  __device__ __forceinline__ void write(Y* row, const Standardizer<A>& standardizer,
+                                        const W* weight, const W* bias, bool known_plain) {
     if constexpr (kRegisterUse == RegisterUse::kLow) {
 #pragma unroll
       for (auto& chunk : registers_) forget_unpacked(chunk);
@@ -141,8 +144,8 @@ class RowTile {
       if (kInside || known_plain) {
         const W* const weights = weight + span_.column(0);
         const W* const biases = bias + span_.column(0);
-        write_with<kInside>(
-            row, mean, rstd,
+        write_with<kInside, kCentred>(
+            row, standardizer,
             [&](int k, bool exists) {
               constexpr int kStep = kWarpSize * kColumns;
               return Affine<W>{load_pack_if<W, kColumns>(weights + k * kStep, exists),
@@ -155,8 +158,8 @@ class RowTile {
     const bool plain = weight != nullptr && bias != nullptr &&
                        (kVectorized || (is_aligned(weight) && is_aligned(bias)));
     if (plain) {
-      write_with<false>(
-          row, mean, rstd,
+      write_with<false, kCentred>(
+          row, standardizer,
           [&](int k, bool exists) {
             const int column = span_.column(k);
             return Affine<W>{load_wide<W, kColumns>(weight + column, exists),
@@ -164,8 +167,8 @@ class RowTile {
           },
           weight, bias);
     } else {
-      write_with<false>(
-          row, mean, rstd,
+      write_with<false, kCentred>(
+          row, standardizer,
           [&](int k, bool exists) {
             const int column = span_.column(k);
             return Affine<W>{load_parameter(weight, column, exists, A(1)),
@@ -186,6 +189,21 @@ class RowTile {
   Stage stage_;
   Pack<X, kColumns> registers_[kRegisters];
   X tail_;
+
+  // Adds up what this lane has. kAgain: not by what has been unpacked before.
+  template <bool kInside, bool kAgain = false, class Thread>
+  __device__ __forceinline__ void add_to(Thread& thread) const {
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      if (k == kRegisters) wait();
+      Pack<X, kColumns> pack = chunk(k);
+      if constexpr (kAgain) forget_unpacked(pack);
+      thread.add_chunk(k, pack, kInside || span_.has(k));
+    }
+    if constexpr (!kVectorized && !kInside) {
+      if (span_.lane < span_.tail()) thread.add(widen(tail_));
+    }
+  }
 
   // Whole chunks of the span.
   template <bool kInside>
@@ -240,12 +258,12 @@ class RowTile {
   }
 
   // `affine` loads weight and bias of chunk k, if it exists.
-  template <bool kInside, class W, class Load>
-  __device__ __forceinline__ void write_with(Y* row, A mean, A rstd, const Load& affine,
-                                             const W* weight, const W* bias) {
+  template <bool kInside, bool kCentred, class W, class Load>
+  __device__ __forceinline__ void write_with(Y* row, const Standardizer<A>& standardizer,
+                                             const Load& affine, const W* weight, const W* bias) {
     const auto y = [&](int k, bool exists) {
       const Affine<W> parameters = affine(k, exists);
-      return normalize<Y>(chunk(k), mean, rstd, parameters.weight, parameters.bias);
+      return normalize<Y, kCentred>(chunk(k), standardizer, parameters.weight, parameters.bias);
     };
     if constexpr (kVectorized && kRegisterUse == RegisterUse::kHigh) {
       constexpr int kPair = 2;
@@ -262,7 +280,8 @@ class RowTile {
           const int k = first + j;
           if (!span_.has(k)) continue;
           store_pack(row + span_.column(k),
-                     normalize<Y>(chunk(k), mean, rstd, parameters[j].weight, parameters[j].bias));
+                     normalize<Y, kCentred>(chunk(k), standardizer, parameters[j].weight,
+                                            parameters[j].bias));
         }
       }
     } else if constexpr (kVectorized) {
@@ -283,7 +302,7 @@ class RowTile {
         const auto parameter = [&](const W* parameters, A absent) {
           return parameters == nullptr ? absent : A(widen(parameters[column]));
         };
-        const A xhat = (widen(tail_) - mean) * rstd;
+        const A xhat = standardizer.template xhat<kCentred>(widen(tail_));
         const A value = fma(xhat, parameter(weight, A(1)), parameter(bias, A(0)));
         Pack<Y, 2> pair;
         pair.set_pair(0, value, value);

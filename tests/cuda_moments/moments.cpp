@@ -15,55 +15,90 @@ void take_short_rows(const float* x, int rows, int cols, SetMoments<float>* resu
     Warp::run([&] {
       const int lane = static_cast<int>(threadIdx.x) % kLanes;
       const int row = first + static_cast<int>(threadIdx.x) / kLanes;
-      ChunkMoments<float, kChunks, kColumns> threads[1];
-      for (int k = 0; k < kChunks; ++k) {
-        const int column = (lane + k * kLanes) * kColumns, left = cols - column;
-        Pack<float, kColumns> chunk = {};
-        for (int i = 0; i < std::min(left, kColumns) && row < rows; ++i) {
-          chunk.elements[i] = x[row * cols + column + i];
+      const auto add_up = [&](auto& thread) {
+        for (int k = 0; k < kChunks; ++k) {
+          const int column = (lane + k * kLanes) * kColumns, left = cols - column;
+          Pack<float, kColumns> chunk = {};
+          for (int i = 0; i < std::min(left, kColumns) && row < rows; ++i) {
+            chunk.elements[i] = x[row * cols + column + i];
+          }
+          thread.add_chunk(k, chunk, left >= kColumns);
+          for (int i = 0; i < left && left < kColumns; ++i) thread.add(chunk.elements[i]);
         }
-        threads[0].add_chunk(k, chunk, left >= kColumns);
-        for (int i = 0; i < left && left < kColumns; ++i) threads[0].add(chunk.elements[i]);
-      }
+      };
+      const float inverse_cols = 1.f / cols;
+      const auto by_differences = [&](SetMoments<float>(&moments)[1]) {
+        ChunkMoments<float, kChunks, kColumns> threads[1];
+        add_up(threads[0]);
+        merge_threads<kLanes>(moments, threads, static_cast<float>(cols), inverse_cols);
+      };
       SetMoments<float> moments[1];
-      merge_threads<kLanes>(moments, threads, static_cast<float>(cols), 1.f / cols);
+      if constexpr (kSumsFirst<kColumns, kLanes, kChunks>) {
+        ThreadSums<float> threads[1];
+        add_up(threads[0]);
+        merge_sums<kLanes>(moments, threads, inverse_cols, by_differences);
+      } else {
+        by_differences(moments);
+      }
       if (lane == 0 && row < rows) result[row] = moments[0];
     });
   }
 }
 
 // As forward_rows: warps have neighbouring chunks, the last one the columns behind the last whole
-// chunk too, and merge their sets.
+// chunk too, and merge their sums, or their sets.
 template <int kLanes, int kChunks, int kColumns>
 void take_rows(const float* x, int rows, int cols, SetMoments<float>* result) {
   static_assert(kLanes == kWarpSize);
   constexpr int kSize = kWarpSize * kChunks * kColumns;
   const int overhang = cols % kColumns, whole = cols - overhang;
   const int warps = (whole + kSize - 1) / kSize;
+  const float inverse_cols = 1.f / cols;
   std::vector<SetMoments<float>> sets(warps);
   for (int row = 0; row < rows; ++row) {
     const float* const columns = x + static_cast<size_t>(row) * cols;
-    for (int warp = 0; warp < warps; ++warp) {
+    // What one of a warp's threads has.
+    const auto add_up = [&](int warp, auto& thread) {
       const int begin = warp * kSize, end = std::min(begin + kSize, whole);
+      const int lane = static_cast<int>(threadIdx.x);
+      for (int k = 0; k < kChunks; ++k) {
+        const int column = begin + (k * kWarpSize + lane) * kColumns;
+        Pack<float, kColumns> chunk = {};
+        if (column < end) std::copy_n(columns + column, kColumns, chunk.elements);
+        thread.add_chunk(k, chunk, column < end);
+      }
+      const bool last = end == whole;
+      if (last && lane < overhang) thread.add(columns[whole + lane]);
+      return static_cast<float>(end - begin + (last ? overhang : 0));
+    };
+    if constexpr (kSumsFirst<kColumns, kLanes, kChunks>) {
+      WarpSums<kWarpSize> sums;
+      bool taken = false;
+      for (int warp = 0; warp < warps; ++warp) {
+        Warp::run([&] {
+          ThreadSums<float> thread;
+          add_up(warp, thread);
+          sums.put(warp, thread);
+        });
+      }
       Warp::run([&] {
-        const int lane = static_cast<int>(threadIdx.x);
+        SetMoments<float> moments;
+        const bool does = take_sums(moments, sums.merge(warps), inverse_cols);
+        if (threadIdx.x == 0) taken = does, result[row] = moments;
+      });
+      if (taken) continue;
+    }
+    for (int warp = 0; warp < warps; ++warp) {
+      Warp::run([&] {
         ChunkMoments<float, kChunks, kColumns> thread;
-        for (int k = 0; k < kChunks; ++k) {
-          const int column = begin + (k * kWarpSize + lane) * kColumns;
-          Pack<float, kColumns> chunk = {};
-          if (column < end) std::copy_n(columns + column, kColumns, chunk.elements);
-          thread.add_chunk(k, chunk, column < end);
-        }
-        const bool last = end == whole;
-        if (last && lane < overhang) thread.add(columns[whole + lane]);
-        const auto total = static_cast<float>(end - begin + (last ? overhang : 0));
+        const float total = add_up(warp, thread);
         const SetMoments<float> moments = merge_warp(thread, total, 1 / total);
-        if (lane == 0) sets[warp] = moments;
+        if (threadIdx.x == 0) sets[warp] = moments;
       });
     }
     Warp::run([&] {
       const SetMoments<float> moments =
-          merge_sets<kWarpSize>(sets.data(), cols, kSize, 1.f / cols, overhang);
+          merge_sets<kWarpSize>(sets.data(), cols, kSize, inverse_cols, overhang);
       if (threadIdx.x == 0) result[row] = moments;
     });
   }

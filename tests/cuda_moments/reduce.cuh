@@ -99,6 +99,27 @@ inline bool __any_sync(unsigned, bool predicate) {
   return any > 0;
 }
 
+inline bool __all_sync(unsigned lanes, bool predicate) { return !__any_sync(lanes, !predicate); }
+
+inline float __shfl_sync(unsigned, float value, unsigned lane) {
+  return Warp::exchange(value, lane);
+}
+
+inline float __shfl_xor_sync(unsigned, float value, unsigned offset) {
+  return Warp::exchange(value, threadIdx.x ^ offset);
+}
+
+// The sum of `first` in the lower half of the lanes, that of `second` in the upper half.
+inline float sum_halves(float first, float second, int lane) {
+  const bool upper = lane >= kWarpSize / 2;
+  float mine = upper ? second : first;
+  mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
+  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
+  return mine;
+}
+
 template <int kWidth>
 float of_first_lane(float value) {
   return Warp::exchange(value, threadIdx.x - threadIdx.x % kWidth);
