@@ -268,8 +268,8 @@ __device__ __forceinline__ void merge_sums(SetMoments<A> (&rows)[kRows],
   }
 }
 
-// The sums of a row's warps, in shared memory, up to kMost: without their numbers of columns, they
-// are merged by a fifth of the instructions that moments take.
+// The sums of a row's warps, in shared memory, up to kMost. They need no numbers of columns beside
+// them: to merge them takes a warp 35 instructions, moments 85.
 template <int kMost>
 struct WarpSums {
   static constexpr int kHalf = kWarpSize / 2;
