@@ -589,7 +589,7 @@ def test_means_near_zero_and_far_from_it(
     cols: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, out: torch.dtype | None
 ) -> None:
     """Sums serve near ones, differences the others; none depends on the rows beside it."""
-    x, _, weight, bias = _arguments(40, cols, dtype)
+    _, _, weight, bias = _arguments(40, cols, dtype)
     weight, bias = (p.to(weight_dtype or dtype) for p in (weight, bias))
     x = random((40, cols), torch.float32, "cuda")
     means = torch.tensor([0, 0.9, -0.99, 1.01, 1.9, -2.1, 5, 100], device="cuda")

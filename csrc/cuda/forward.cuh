@@ -369,21 +369,22 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   with_inside([&](auto is_inside) {
     tile.template load<decltype(is_inside)::value>(p.x + row * p.x_row_stride, p.x_end);
   });
-  // The moments of the row from those of its warps, by differences.
   SetMoments<A> moments;
-  const auto merge_warps = [&](auto again) {
+  // Leaves the moments of the block's warps, by differences, where all find them.
+  const auto share_moments = [&](auto again) {
     with_inside([&](auto is_inside) {
       moments = tile.template moments<decltype(is_inside)::value, decltype(again)::value>();
     });
     if (span.lane == 0) warp_moments[warp] = moments;
     __syncthreads();
+  };
+  const auto merge_warps = [&](auto again) {
+    share_moments(again);
     const int overhang = kOverhang && cols >= Tile::kColumns ? cols % Tile::kColumns : 0;
     moments = merge_sets<kMostWarps>(warp_moments, cols, RowSpan::kSize, p.inverse_cols, overhang);
   };
   if constexpr (kCluster) {
-    moments = tile.moments();
-    if (span.lane == 0) warp_moments[warp] = moments;
-    __syncthreads();
+    share_moments(std::false_type());
     const A block_cols = columns_of_set<A>(cols, block_size, rank);
     moments = merge_sets(warp_moments, static_cast<int>(block_cols), RowSpan::kSize,
                          quotient(A(1), block_cols));
@@ -421,8 +422,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
                                            p.plain);
     }
   };
-  // Not where rows may also be aligned, for those are as fast without, and have the same bits. On
-  // 92 multiprocessors of an H100 10922 x 12289 bfloat16 .963 -> .976 of a copy, 8192 x 16385 .918
+  // Not where rows may also be aligned: those have the same bits, and are limited by memory. On 92
+  // multiprocessors of an H100 10922 x 12289 bfloat16 .963 -> .976 of a copy, 8192 x 16385 .918
   // -> .937, 5461 x 24577 .903 -> .92.
   if constexpr (kSplits) {
     if (__all_sync(kAllLanes, cols % Tile::kColumns != 0 && is_centred(moments, p.inverse_cols))) {

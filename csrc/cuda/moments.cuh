@@ -190,8 +190,9 @@ __device__ __forceinline__ void merge_differences(SetMoments<A> (&rows)[kRows],
 // Whether chunks are summed as they are first: of 16-bit types, eight columns each. It is the same
 // for all rows of a width. On 92 multiprocessors of an H100, each with an H200's share of memory,
 // 131072 x 1023 bfloat16 reached .943 of a copy by differences and .961 so, 32768 x 4095 .935 and
-// .977, 883011 x 152 .96 and .976; but 64, 192, 384 and 512 columns the same, 671088 x 200 .96 and
-// .935 with spills of a few words, 4096 x 32768 in the ring .863 and .843.
+// .977, 883011 x 152 .96 and .976. An earlier form, with a register more for xhat, had 64, 192, 384
+// and 512 columns the same, and with spills of a few words 671088 x 200 .96 and .935, 4096 x 32768
+// in the ring .863 and .843.
 template <int kColumns, int kLanes, int kChunks>
 constexpr bool kSumsFirst =
     kColumns == 8 && ((kLanes == kWarpSize && kChunks < kForwardChunks) || kChunks == 5);
@@ -289,10 +290,7 @@ struct WarpSums {
     const float* const half = halves[lane / kHalf];
     float mine = warp < warps ? half[warp] : 0.f;
     if (kMost > kHalf && warp + kHalf < warps) mine += half[warp + kMost - kHalf];
-#pragma unroll
-    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
-      mine += __shfl_xor_sync(kAllLanes, mine, offset);
-    }
+    mine = sum_within_halves(mine);
     return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf)};
   }
 };

@@ -103,17 +103,22 @@ __device__ __forceinline__ Sums<A> sum_lanes(const Sums<A>& sums, int width) {
   return {values[0], values[1]};
 }
 
+// The sums over the lower half of a warp's lanes and over the upper half, each in its own lanes.
+__device__ __forceinline__ float sum_within_halves(float mine) {
+#pragma unroll
+  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
+  return mine;
+}
+
 // The sum of `first` and that of `second` over a warp's lanes: in the lower half of the lanes the
 // one, in the upper half the other. Half the shuffles of two separate sums.
 __device__ __forceinline__ float sum_halves(float first, float second, int lane) {
   const bool upper = lane >= kWarpSize / 2;
   float mine = upper ? second : first;
   mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
-#pragma unroll
-  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
-  }
-  return mine;
+  return sum_within_halves(mine);
 }
 
 __device__ __forceinline__ float sum_halves(float first, float second) {

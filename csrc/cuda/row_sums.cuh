@@ -173,18 +173,11 @@ __device__ __forceinline__ Sums<float> sum_row_lanes(Sums<float> sums, int lanes
   return sums;
 }
 
-// The sums over the warps of a row in one block, each in one half of the lanes. `mine`: lane l has
-// the first sum of warp l, lane l + 16 the second; zero for warps that do not exist.
-__device__ __forceinline__ float sum_row_warp_halves(float mine) {
-#pragma unroll
-  for (int offset = kRingRowWarps / 2; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
-  }
-  return mine;
-}
-
+// The sums over the warps of a row in one block. `mine`: lane l has the first sum of warp l, lane
+// l + 16 the second; zero for warps that do not exist.
 __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
-  return both_halves(sum_row_warp_halves(mine));
+  static_assert(kRingRowWarps == kWarpSize / 2);
+  return both_halves(sum_within_halves(mine));
 }
 
 // The sums over the blocks of a cluster, one after the other, from pairs that they have left in

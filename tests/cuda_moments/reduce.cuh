@@ -109,15 +109,20 @@ inline float __shfl_xor_sync(unsigned, float value, unsigned offset) {
   return Warp::exchange(value, threadIdx.x ^ offset);
 }
 
+// The sums over the lower half of the lanes and over the upper half.
+inline float sum_within_halves(float mine) {
+  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  }
+  return mine;
+}
+
 // The sum of `first` in the lower half of the lanes, that of `second` in the upper half.
 inline float sum_halves(float first, float second, int lane) {
   const bool upper = lane >= kWarpSize / 2;
   float mine = upper ? second : first;
   mine += __shfl_xor_sync(kAllLanes, upper ? first : second, kWarpSize / 2);
-  for (int offset = kWarpSize / 4; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
-  }
-  return mine;
+  return sum_within_halves(mine);
 }
 
 template <int kWidth>
