@@ -642,6 +642,26 @@ def test_few_rows_take_one_launch(dtype: str) -> None:
     assert _C.plan("backward", 100_000, 8192, "bfloat16", dw_db=False)["kernel"] == "ring"
 
 
+def test_dx_alone_goes_where_lanes_are_idle_or_not() -> None:
+    """Of many 16-bit rows on an H200, one by one if their warps' lanes have enough to do."""
+
+    def kernel(cols: int, dtype: str = "bfloat16", **device: object) -> str:
+        return _C.plan("backward", 200_000, cols, dtype, dw_db=False, **device)["kernel"]
+
+    for cols in (64, 80, 160, 192, 224, 320, 448, 640, 704, 768, 896, 1024, 1344, 1792, 3584):
+        assert kernel(cols) == "few_rows", cols
+    for cols in (72, 104, 152, 200, 264, 312, 576, 616, 776, 1032, 1200, 1600, 2304, 3328):
+        assert kernel(cols) == "ring", cols
+        assert kernel(cols, "float32") == "few_rows", cols
+        assert kernel(cols, memory_bandwidth=3352) == "few_rows", cols  # an H100
+        if cols % 16 == 0:  # not aligned, lanes that are no power of two leave more of them idle
+            assert kernel(cols, aligned=False) == "ring", cols
+    for cols in (192, 384, 768, 1024):
+        assert kernel(cols, aligned=False) == "few_rows", cols
+    for cols in (224, 320, 896):
+        assert kernel(cols, aligned=False) == "ring", cols
+
+
 # Columns, by the columns of a chunk, as measured on an H200 (docs/kernels.md).
 FASTER_BY_COLUMN = {
     2: (),

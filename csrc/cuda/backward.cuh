@@ -321,7 +321,10 @@ void set_span(Parameters& p, const BackwardPlan& plan) {
   const bool several_warps = plan.cluster_size > 1 || plan.threads_per_row > kWarpSize;
   p.lanes = several_warps ? kWarpSize : plan.threads_per_row;
   p.teams = rows_per_warp(plan);
+  p.pitch = kWarpSize / p.teams;
   p.warps = several_warps ? plan.threads_per_row / kWarpSize : 1;
+  p.by_pitch = Divisor(p.pitch);
+  p.by_warps = Divisor(p.warps);
   p.run_columns = plan.run_columns;
   p.cluster_size = plan.cluster_size;
 }
@@ -348,7 +351,10 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
   set_span(p, plan);
   p.slices = plan.slices;
   p.tile_lanes = plan.tile_lanes;
-  p.column_blocks = plan.column_blocks;
+  p.column_blocks = static_cast<int>(plan.column_blocks);
+  p.tiles = p.column_blocks / p.slices;
+  p.block_rows = plan.rows_per_block;
+  p.slice_rows = (args.rows + p.slices - 1) / p.slices;
   return p;
 }
 
@@ -376,6 +382,11 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.dw_partials = fused ? dw_partials : nullptr;
   p.db_partials = fused ? db_partials : nullptr;
   set_span(p, plan);
+  p.by_cluster_size = Divisor(plan.cluster_size);
+  if (plan.cluster_size > 1 && plan.blocks * plan.cluster_size >= Divisor::kMost &&
+      plan.kernel != Kernel::kFewElements) {
+    return cudaErrorInvalidValue;  // no device runs so many at once
+  }
   p.groups = block_threads(plan) / (p.warps * kWarpSize);
   p.merged = plan.merged;
   const int64_t units = (args.rows + p.teams - 1) / p.teams;

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
   const int lane =  // whichever spills less
       kShort || kCluster ? threadIdx.x % kLanes : lane_index();
-  const int group = kShort ? warp : warp / p.warps;
+  const int group = kShort ? warp : p.by_warps.quotient(warp);
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int cluster_size = kCluster ? p.cluster_size : 1;
   const auto find_rank = [&] { return kCluster ? cluster_rank() % cluster_size : 0; };
@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int column = lane * kCount, left = run - column;
 
   // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
-  const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
+  const int cluster = kCluster ? p.by_cluster_size.quotient(blockIdx.x) : blockIdx.x;
+  const int64_t unit = static_cast<int64_t>(cluster) * p.groups + group;
   const int count = p.full_turns + (unit < p.last_turn ? 1 : 0);
   const int64_t first = unit * kTeams + team;
   const int64_t stride = p.unit_stride * kTeams;
@@ -508,20 +509,20 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   } storage;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (blockIdx.x < tiles.column_blocks) {
-    Tile::template sum<false>(tiles, blockIdx.x, storage.tile);
+  if (static_cast<int>(blockIdx.x) < tiles.column_blocks) {
+    Tile::template sum<false>(tiles, storage.tile);
     return;
   }
   if constexpr (kCluster) cluster_arrive();
   const int warp = threadIdx.x / kWarpSize;
   const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
-  const int group = warp / p.warps;
+  const int group = p.by_warps.quotient(warp);
   const int row_warp = warp - group * p.warps;
   const int rank = kCluster ? cluster_rank() : 0;
   const int begin = begin_of_run<kShort>(p, rank * p.warps + row_warp);
   const int run = begin_of_run<kShort>(p, rank * p.warps + row_warp + 1) - begin;
   const int column = threadIdx.x % kLanes * kCount;
-  const int64_t unit = (blockIdx.x - tiles.column_blocks) / (kCluster ? p.cluster_size : 1);
+  const int64_t unit = kCluster ? cluster_index() - tiles.tiles : blockIdx.x - tiles.column_blocks;
   const int64_t row = (unit * p.groups + group) * kTeams + team;
   const bool active = row < p.rows;
   const int left = run - column;

@@ -6,6 +6,20 @@
 
 namespace fastnorm::cuda {
 
+// A divisor that the host knows. To divide by it takes two instructions, and not 20 to 30, one
+// after the other: dx alone of 768 columns, a row in each warp, had 150 of these before its first
+// load.
+struct Divisor {
+  static constexpr unsigned kMost = 65536;
+  unsigned reciprocal = 0;
+  Divisor() = default;
+  explicit Divisor(int divisor) : reciprocal(kMost / static_cast<unsigned>(divisor) + 1) {}
+  // Of a number that is, times the divisor, less than kMost.
+  __device__ __forceinline__ int quotient(unsigned number) const {
+    return static_cast<int>(number * reciprocal / kMost);
+  }
+};
+
 template <class X, class DY = X>
 struct RingParameters {
   int64_t rows, cols;
@@ -23,9 +37,11 @@ struct RingParameters {
   X* dx;
   float* dw_partials;  // [partials, cols] or null
   float* db_partials;
-  int lanes;        // of a row, kWarp
-  int teams;        // of lanes in a warp, each with a row
-  int warps;        // of a row and block, else
+  int lanes;  // of a row, kWarp
+  int teams;  // of lanes in a warp, each with a row
+  int pitch;  // lanes from one team to the next
+  int warps;  // of a row and block, else
+  Divisor by_pitch, by_warps, by_cluster_size;
   int groups;       // of warps in the block, each with rows of its own; warps, for kWarp
   int run_columns;  // see BackwardPlan
   // A unit is what a group works on at once: a row, or in kWarp one for each team of lanes. In each
@@ -59,14 +75,19 @@ struct FewRowsParameters {
   void* dw;  // or null
   void* db;
   DType weight_dtype, dw_dtype, db_dtype;
-  int lanes;              // of a row, kWarp
-  int teams;              // of lanes in a warp, each with a row
-  int warps;              // of a row and block, else
-  int run_columns;        // see BackwardPlan
-  int cluster_size;       // blocks of a row
-  int slices;             // blocks of a tile of columns
-  int tile_lanes;         // chunks of a row in a tile
-  int64_t column_blocks;  // the first ones of the grid
+  int lanes;  // of a row, kWarp
+  int teams;  // of lanes in a warp, each with a row
+  int pitch;  // lanes from one team to the next
+  int warps;  // of a row and block, else
+  Divisor by_pitch, by_warps;
+  int block_rows;      // rows of a block
+  int run_columns;     // see BackwardPlan
+  int cluster_size;    // blocks of a row
+  int slices;          // blocks of a tile of columns
+  int tile_lanes;      // chunks of a row in a tile
+  int column_blocks;   // the first ones of the grid
+  int tiles;           // clusters of these, or blocks
+  int64_t slice_rows;  // of a tile, for each of its blocks
 };
 
 // Of backward_ring.cuh: rows that stream through shared memory.

@@ -44,7 +44,7 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kWideDy = sizeof(DY) > sizeof(X);
   if constexpr (kShort) {  // over the teams, in the first of them
-    const int pitch = kWarpSize / teams;
+    const int pitch = p.pitch;
 #pragma unroll 1
     for (int left = teams; left > 1; left = (left + 1) / 2) {
       const int half = (left + 1) / 2;
@@ -71,7 +71,8 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
   // Who owns what, worked out anew, or it would be kept in registers through all rows.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const int group = kShort ? thread / kWarpSize : thread / kWarpSize / p.warps;
+  const int group =
+      kShort ? thread / kWarpSize : p.by_warps.quotient(static_cast<unsigned>(thread) / kWarpSize);
   const int warp_begin =  // of the warp's columns among the block's
       kShort ? 0 : (thread / kWarpSize - group * p.warps) * run_columns;
   // Of one group of warps, of two or two times two, without a detour: 4096 x 8192 bfloat16 60.8 us
@@ -87,7 +88,7 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
       const int start = block_begin + warp_begin;
       const int columns = min(static_cast<int>(p.cols) - start, kWarpSize * kChunks * kColumns);
       const int64_t partial =
-          static_cast<int64_t>(blockIdx.x / (merges ? 2 * cluster_size : cluster_size)) * p.cols +
+          static_cast<int64_t>(p.by_cluster_size.quotient(blockIdx.x) / (merges ? 2 : 1)) * p.cols +
           start;
       const bool second = merges && !quarters ? cluster_rank() >= cluster_size : group == 1;
       float* const target = (second ? p.db_partials : p.dw_partials) + partial;
@@ -212,18 +213,18 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const int warp = kAsks ? threadIdx.x / kWarpSize : warp_index();
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
-  const int pitch = kWarpSize / teams;  // lanes from one team to the next
-  const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
-  const int lane = kShort   ? threadIdx.x % kWarpSize - team * pitch
+  const int team = kShort ? p.by_pitch.quotient(threadIdx.x % kWarpSize) : 0;
+  const int lane = kShort   ? threadIdx.x % kWarpSize - team * p.pitch
                    : kStays ? lane_index()
                             : threadIdx.x % kWarpSize;
   // A lane between two teams or behind the last one: as if its rows were beyond the last one.
   const bool idle = kShort && (lane >= lanes || team >= teams);
   constexpr bool kGrid = kSpan == RingSpan::kGrid, kCluster = kSpan == RingSpan::kCluster;
-  const int group = kShort ? warp : kGrid || kCluster ? 0 : warp / p.warps;
+  const int group = kShort ? warp : kGrid || kCluster ? 0 : p.by_warps.quotient(warp);
   const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int cluster_size = kGrid || kCluster ? p.cluster_size : 1;
-  const int rank = static_cast<int>(blockIdx.x) % cluster_size;
+  const int cluster = kGrid || kCluster ? p.by_cluster_size.quotient(blockIdx.x) : blockIdx.x;
+  const int rank = static_cast<int>(blockIdx.x) - cluster * cluster_size;
   constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
   const int run_columns = kTail ? p.run_columns : kWarpColumns;
   const int begin = (rank * p.warps * (kShort ? 0 : 1) + row_warp) * run_columns;
@@ -238,7 +239,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   const auto left_of = [&](int k) { return run - (lane + k * lanes) * kColumns; };
 
   // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
-  const int64_t unit = static_cast<int64_t>(blockIdx.x / cluster_size) * p.groups + group;
+  const int64_t unit = static_cast<int64_t>(cluster) * p.groups + group;
   const int count = p.full_turns + (unit < p.last_turn ? 1 : 0);
   const int64_t first = idle ? p.rows : unit * teams + team;
   const int64_t stride = p.unit_stride * teams;
@@ -426,7 +427,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
   [[maybe_unused]] int shares_left = p.dw_partials != nullptr ? p.shares : 0;
   [[maybe_unused]] int share_turns = p.share_turns;  // until then
   [[maybe_unused]] const auto leave_share = [&] {
-    const int64_t partial = (blockIdx.x / cluster_size + 1) * p.shares - shares_left;
+    const int64_t partial = (p.by_cluster_size.quotient(blockIdx.x) + 1) * p.shares - shares_left;
     const auto leave = [&](float (&values)[kChunks][kColumns], float* target) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
@@ -583,7 +584,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       }
       if (straight) {
         if (active && left_of(k) > 0) {
-          store_pack(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
+          store_wide(reinterpret_cast<X*>(dx + k * lanes * kChunkBytes), out);
         }
       } else if (active) {
         store_shared(slot + k * chunk_step, to_granule(out));  // in the place of x

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backward_parameters.cuh"
+#include "realign.cuh"
 #include "row_sums.cuh"
 #include "stage.cuh"
 #include "weight_grads.cuh"
@@ -27,17 +28,14 @@ struct ColumnTile {
     float slice_sums[kMaxClusterSize][2 * kWidth];
   };
 
-  // `block`: of the column blocks.
   template <bool kVectorized>
-  static __device__ __forceinline__ void sum(const FewRowsParameters<X>& p, int64_t block,
-                                             Storage& storage) {
+  static __device__ __forceinline__ void sum(const FewRowsParameters<X>& p, Storage& storage) {
     constexpr int kUnroll = kVectorized ? 4 : 2;  // rows in flight per thread
     const bool sliced = p.slices > 1;
     if (sliced) cluster_arrive();  // no block may write into one that has not started
-    const int64_t begin = block / p.slices * kWidth;
-    const int slice = static_cast<int>(block % p.slices);  // the block's rank in its cluster
-    const int64_t slice_rows = (p.rows + p.slices - 1) / p.slices;
-    const int64_t end = min(p.rows, (slice + 1) * slice_rows);
+    const int64_t begin = static_cast<int64_t>(cluster_index()) * kWidth;
+    const int slice = sliced ? cluster_rank() : 0;
+    const int64_t end = min(p.rows, (slice + 1) * p.slice_rows);
     const int lane = threadIdx.x % kLanes;
     const int teams = blockDim.x / kLanes;  // of threads that take a row each
     const int64_t column = begin + lane * kColumns;
@@ -46,7 +44,7 @@ struct ColumnTile {
     const X* const dy_column = p.dy + column;
 
     float sums[2][kColumns] = {};  // of dy * xhat and of dy
-    for (int64_t row = slice * slice_rows + threadIdx.x / kLanes; row < end;
+    for (int64_t row = slice * p.slice_rows + threadIdx.x / kLanes; row < end;
          row += kUnroll * teams) {
       Pack<X, kColumns> x[kUnroll], dy[kUnroll];
       float mean[kUnroll], rstd[kUnroll];
@@ -127,11 +125,11 @@ struct ColumnTile {
 
 // dw and db of a single row, a chunk in each thread, by `blocks` blocks.
 template <bool kVectorized, class X>
-__device__ __forceinline__ void store_row_gradients(const FewRowsParameters<X>& p, int64_t blocks) {
+__device__ __forceinline__ void store_row_gradients(const FewRowsParameters<X>& p, int blocks) {
   constexpr int kColumns = kChunkColumns<X>;
   const float mean = p.mean[0], rstd = p.rstd[0];
   for (int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kColumns;
-       column < p.cols; column += blocks * blockDim.x * kColumns) {
+       column < p.cols; column += int64_t{blockDim.x} * blocks * kColumns) {
     const int left = static_cast<int>(min(int64_t{kColumns}, p.cols - column));
     const auto x = load_pack<kVectorized, X, kColumns>(p.x + column, left);
     const auto dy = load_pack<kVectorized, X, kColumns>(p.dy + column, left);
@@ -220,13 +218,13 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   } storage;
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (blockIdx.x < p.column_blocks) {
+  if (static_cast<int>(blockIdx.x) < p.column_blocks) {
     if (p.rows == 1) {
       store_row_gradients<kVectorized>(p, p.column_blocks);
     } else if (p.tile_lanes == kMinTileLanes) {
-      ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.narrow_tile);
+      ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, storage.narrow_tile);
     } else {
-      ColumnTile<X, kMaxTileLanes>::template sum<kVectorized>(p, blockIdx.x, storage.wide_tile);
+      ColumnTile<X, kMaxTileLanes>::template sum<kVectorized>(p, storage.wide_tile);
     }
     return;
   }
@@ -235,12 +233,10 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   const int warp = threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
   const int teams = kShort ? p.teams : 1;
-  const int pitch = kWarpSize / teams;  // lanes from one team to the next
-  const int team = kShort ? threadIdx.x % kWarpSize / pitch : 0;
-  const int lane = threadIdx.x % kWarpSize - team * pitch;
-  const int groups = kCluster ? 1 : static_cast<int>(blockDim.x) / kWarpSize / p.warps;
-  const int group = kCluster ? 0 : warp / p.warps;
-  const int row_warp = warp - group * p.warps;
+  const int team = kShort ? p.by_pitch.quotient(threadIdx.x % kWarpSize) : 0;
+  const int lane = threadIdx.x % kWarpSize - team * p.pitch;
+  const int group = kShort ? warp : kCluster ? 0 : p.by_warps.quotient(warp);
+  const int row_warp = kShort ? 0 : warp - group * p.warps;
   const int rank = kCluster ? cluster_rank() : 0;
   constexpr int kWarpColumns = kWarpSize * kChunks * kColumns;
   const int run_columns = kTail ? p.run_columns : kWarpColumns;
@@ -251,22 +247,35 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   const bool has_tail = kTail && lane < min(left, run_columns) - run;
   const auto column = [&](int k) { return (lane + k * lanes) * kColumns; };  // of the run
 
-  const int64_t unit = (blockIdx.x - p.column_blocks) / (kCluster ? p.cluster_size : 1);
-  const int64_t first_row = (unit * groups + group) * teams;
+  // Of the warp's rows.
+  const int64_t first_row =
+      kCluster ? cluster_index() - p.tiles
+               : static_cast<int64_t>(blockIdx.x - p.column_blocks) * p.block_rows + group * teams;
   // Of a lane that is left over between two teams or behind the last one, beyond the last one.
   const int64_t row = !kShort || (lane < lanes && team < teams) ? first_row + team : p.rows;
   const bool active = row < p.rows;
   // Columns from this lane's chunk k on, unclamped (see Share::left).
   const auto left_of = [&](int k) { return run - column(k); };
 
+  // What a lane does not have is not made zero, nor is it asked of each weight whether it is there
+  // and of what dtype: rows of a warp are limited by instructions. (Those of several were slower
+  // so: 24414 x 4096 bfloat16 148 us on an H200 for 143 us.)
+  constexpr bool kTrims = kVectorized && kShort;
+  const auto has = [&](int k) { return active && left_of(k) > 0; };
+
   Chunk x[kChunks], dy[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
-    const int count = active ? left_of(k) : 0;
-    x[k] =
-        load_pack<kVectorized, X, kColumns>(p.x + row * p.x_row_stride + begin + column(k), count);
-    dy[k] = load_pack<kVectorized, X, kColumns>(p.dy + row * p.dy_row_stride + begin + column(k),
-                                                count);
+    const X* const x_chunk = p.x + row * p.x_row_stride + begin + column(k);
+    const X* const dy_chunk = p.dy + row * p.dy_row_stride + begin + column(k);
+    if constexpr (kTrims) {
+      x[k] = load_pack_if<X, kColumns>(x_chunk, has(k));
+      dy[k] = load_pack_if<X, kColumns>(dy_chunk, has(k));
+    } else {
+      const int count = active ? left_of(k) : 0;
+      x[k] = load_pack<kVectorized, X, kColumns>(x_chunk, count);
+      dy[k] = load_pack<kVectorized, X, kColumns>(dy_chunk, count);
+    }
   }
   TailColumn tail;
   float tail_x = 0, tail_dy = 0;
@@ -277,57 +286,70 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   }
   const float mean = active ? p.mean[row] : 0.0f;
   const float rstd = active ? p.rstd[row] : 0.0f;
-  PackedWeight<X, kChunks, kVectorized> packed_weight;
-  packed_weight.load(p.weight, p.weight_dtype, [&](int k) { return begin + column(k); }, left_of);
-  const RingWeight<X, kChunks> weight(packed_weight, p.weight != nullptr, p.weight_dtype);
+  // The rest. `dtype`: of the weights, a constant where it is one branch for each.
+  const auto finish = [&](const void* weights, auto dtype) {
+    PackedWeight<X, kChunks, kVectorized> packed_weight;
+    packed_weight.load(weights, dtype, [&](int k) { return begin + column(k); }, left_of);
+    const RingWeight<X, kChunks> weight(packed_weight, weights != nullptr, dtype);
 
-  Sums<float> sums =
-      sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; }, weight, mean);
-  if (has_tail) sums.merge(tail.sums(tail_x, tail_dy, mean));
-  sums = RowSumsExchange<kSpan>::sum(storage.rows.sums, sums, lanes, p.warps, group, row_warp,
-                                     p.cluster_size, lane);
+    Sums<float> sums = sum_chunks<X>([&](int k) { return x[k]; }, [&](int k) { return dy[k]; },
+                                     weight, mean, [&](int k) { return !kTrims || has(k); });
+    if (has_tail) sums.merge(tail.sums(tail_x, tail_dy, mean));
+    sums = RowSumsExchange<kSpan>::sum(storage.rows.sums, sums, lanes, p.warps, group, row_warp,
+                                       p.cluster_size, lane);
 
-  if constexpr (kFewWide<X, kVectorized, kChunks>) {
+    if constexpr (kTrims) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      forget_unpacked(x[k]);
-      forget_unpacked(dy[k]);
-    }
-  }
-  const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
-  if (has_tail && active) {
-    p.dx[row * p.cols + tail_column] = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
-  }
-  const auto dx_chunk = [&](int k) {
-    Chunk out;
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 2) {
-      float values[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float centred = x[k].template get<float>(i + j) - mean;
-        const float scaled = dy[k].template get<float>(i + j) * rstd;
-        values[j] = gradient.dx(centred, scaled, weight.values[k][i + j]);
+      for (int k = 0; k < kChunks; ++k) {
+        forget_unpacked(x[k]);
+        forget_unpacked(dy[k]);
       }
-      out.set_pair(i, values[0], values[1]);
     }
-    return out;
+    const RowGradient gradient(mean, rstd, sums, p.inverse_cols);
+    if (has_tail && active) {
+      p.dx[row * p.cols + tail_column] = narrow<X>(tail.finish(tail_x, tail_dy, gradient));
+    }
+    const auto dx_chunk = [&](int k) {
+      Chunk out;
+#pragma unroll
+      for (int i = 0; i < kColumns; i += 2) {
+        float values[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float centred = x[k].template get<float>(i + j) - mean;
+          const float scaled = dy[k].template get<float>(i + j) * rstd;
+          values[j] = gradient.dx(centred, scaled, weight.values[k][i + j]);
+        }
+        out.set_pair(i, values[0], values[1]);
+      }
+      return out;
+    };
+    if constexpr (kVectorized) {
+      X* const dx_run = p.dx + row * p.cols + begin;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        if (has(k)) store_wide(dx_run + column(k), dx_chunk(k));
+      }
+    } else {
+      Stage stage(storage.rows.stages[warp], p.dx + first_row * p.cols + begin);
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        stage.put(team * run + column(k), dx_chunk(k), active ? left_of(k) : 0);
+      }
+      const int64_t rows = min(static_cast<int64_t>(teams), p.rows - first_row);
+      stage.flush(static_cast<int>(rows) * run);
+    }
   };
-  if constexpr (kVectorized) {
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      if (active && left_of(k) > 0) {
-        store_pack(p.dx + row * p.cols + begin + column(k), dx_chunk(k));
-      }
-    }
+  using Own = std::integral_constant<DType, kDTypeOf<X>>;
+  using Float32 = std::integral_constant<DType, DType::kFloat32>;
+  if constexpr (!kTrims) {
+    finish(p.weight, p.weight_dtype);
+  } else if (p.weight == nullptr) {
+    finish(nullptr, Own());
+  } else if (std::is_same_v<Own, Float32> || p.weight_dtype == Own::value) {
+    finish(p.weight, Own());
   } else {
-    Stage stage(storage.rows.stages[warp], p.dx + first_row * p.cols + begin);
-#pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      stage.put(team * run + column(k), dx_chunk(k), active ? left_of(k) : 0);
-    }
-    const int64_t rows = min(static_cast<int64_t>(teams), p.rows - first_row);
-    stage.flush(static_cast<int>(rows) * run);
+    finish(p.weight, Float32());
   }
 }
 

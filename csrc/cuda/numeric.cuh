@@ -19,6 +19,12 @@ using BFloat16 = __nv_bfloat16;
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+template <class T>
+constexpr DType kDTypeOf = std::is_same_v<T, double>     ? DType::kFloat64
+                           : std::is_same_v<T, float>    ? DType::kFloat32
+                           : std::is_same_v<T, BFloat16> ? DType::kBFloat16
+                                                         : DType::kFloat16;
+
 // Elements of a chunk of rows of X.
 template <class X>
 constexpr int kChunkColumns = kChunkBytes / static_cast<int>(sizeof(X));
@@ -228,6 +234,21 @@ __device__ __forceinline__ Pack<T, kCount> load_pack(const T* source, int left) 
 template <class T, int kCount>
 __device__ __forceinline__ void store_pack(T* target, const Pack<T, kCount>& pack) {
   *reinterpret_cast<Pack<T, kCount>*>(target) = pack;
+}
+
+// The same to device memory, by accesses of 16 bytes. Of a store_pack nvcc 13.0 may make four
+// words, with which dx alone of 24414 x 4096 bfloat16 took 152 us on an H200, 148 us so.
+template <class T, int kCount>
+__device__ __forceinline__ void store_wide(T* target, const Pack<T, kCount>& pack) {
+  if constexpr (sizeof(pack) % kChunkBytes != 0) return store_pack(target, pack);
+#pragma unroll
+  for (int g = 0; g < static_cast<int>(sizeof(pack)) / kChunkBytes; ++g) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(reinterpret_cast<char*>(target) +
+                                                                  g * kChunkBytes),
+                 "r"(pack.bits32(4 * g)), "r"(pack.bits32(4 * g + 1)), "r"(pack.bits32(4 * g + 2)),
+                 "r"(pack.bits32(4 * g + 3))
+                 : "memory");
+  }
 }
 
 }  // namespace fastnorm::cuda

@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_sums(float* target, const float (&sums)[kC
       return make_float4(sums[k][i], sums[k][i + 1], sums[k][i + 2], sums[k][i + 3]);
     };
     if constexpr (kColumns == 4) {
-      if (column < run) *reinterpret_cast<float4*>(target + column) = four(0);
+      store_some<true>(target + column, four(0), run - column);
     } else {
       // The even lane's chunk by both, then the odd one's.
       float taken[4];
@@ -99,10 +99,8 @@ __device__ __forceinline__ void store_sums(float* target, const float (&sums)[kC
       const float4 others = make_float4(taken[0], taken[1], taken[2], taken[3]);
       const int even = odd ? column - kColumns : column;
       float* const place = target + even + (odd ? 4 : 0);
-      if (even < run) *reinterpret_cast<float4*>(place) = odd ? others : four(0);
-      if (even + kColumns < run) {
-        *reinterpret_cast<float4*>(place + kColumns) = odd ? four(4) : others;
-      }
+      store_some<true>(place, odd ? others : four(0), run - even);
+      store_some<true>(place + kColumns, odd ? four(4) : others, run - even - kColumns);
     }
   }
 }

@@ -167,12 +167,7 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const Device
 // 2048, 25.5 and 23.7 us); or for dx alone. Rows of more than 256 threads have but one block on a
 // multiprocessor, and are slower then where there are many: dx of 16384 x 8192 bfloat16 took 201
 // us, in the ring 194 us; 65536 x 1024 100 us for 107 us. And so are many rows of a 16-bit type
-// that leave lanes idle, or are in lanes that are no power of two, where instructions count for
-// more. Of an elementwise sum on an H200, one by one and in the ring: 200 columns .83 and .945, 320
-// .88 and .955, 576 .84 and .955, 776 .895 and .94, 1032 .845 and .91, 1600 .92 and .955, 2056 .90
-// and .95, but 384, 768 and 1024, which fill them, .965, .975, 1.00 and .96, .965, .955; float32
-// 200 1.00 and .965, 520 1.00 and .93. On an H100 200 .975 and .945, 320 .995 and .97, 1032 .985
-// and .97.
+// that leave lanes idle, where instructions count for more (see fill_lanes).
 constexpr int64_t kFewRowsBytes = 12 << 20;
 constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
 
@@ -181,17 +176,34 @@ constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
 // for 8.1 us. Of float32 65536 x 1023 took 187 us, as long as an elementwise sum, for 215 us.
 constexpr int64_t kFewElementsBytes = 4 << 20;
 
+// Whether rows leave no more lanes of their warps idle than does no harm where instructions count.
+// Of an elementwise sum, dx alone on an H200, one by one and in the ring, 200 MB of bfloat16: of
+// three chunks in a lane 200, 312, 576 and 616 columns, which have work for .75 to .81 of all
+// lanes, .91, .945, .915, .945 and .95, .955, .95, .96; 224, 320, 704 and 768, for .83 to 1, .97,
+// .97, .98, 1.00 and .96, .96, .955, .97. Of two, in a power of two of lanes or up to four warps,
+// 776, 1200 and 1600 (.76 to .78) .925, .935, .945 and .94, .96, .955; 448, 896, 1344 and 1792
+// (.875) .97, .985, .97, .985 and .96, .97, .96, .975. In other lanes, or five and seven warps, 72,
+// 152, 2304 and 3328 (.84 to .93) .92, .945, .975, .95 and .935, .95, .985, .97; 80, 160 and 3584
+// (.94 to 1) .95, .96, .985 and .95, .95, .98. Of float32 520 columns 1.00 and .92.
+bool fill_lanes(const BackwardProblem& problem, const RingShape& shape) {
+  const int64_t lane_chunks = ring_chunks(shape, problem);
+  const int64_t lanes = shape.threads, full_lanes = next_power_of_two(lanes);
+  const bool packed = problem.aligned && !ends_within_a_chunk(problem);  // see shape_few_rows
+  const int64_t rows = std::max<int64_t>(1, kWarpSize / (packed ? lanes : full_lanes));
+  const int64_t taken = rows * ceil_div(problem.cols, chunk_columns(problem.x_dtype));
+  const int64_t all = std::max<int64_t>(kWarpSize, lanes) * lane_chunks;
+  if (packed && lane_chunks == kMostLaneChunks) return 6 * taken >= 5 * all;
+  const bool whole = lanes < kWarpSize ? lanes == full_lanes : lanes <= 4 * kWarpSize;
+  return packed && whole ? 8 * taken >= 7 * all : 16 * taken >= 15 * all;
+}
+
 bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
                   const DeviceProperties& device) {
   const int64_t bytes = bytes_of(problem);
   if (!problem.weight_grads) {
     const bool slow_stores = ends_within_a_chunk(problem) && problem.x_dtype != DType::kFloat32;
-    const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
-    const int64_t room = int64_t{shape.threads} * ring_chunks(shape, problem);
-    const bool odd_lanes =
-        shape.threads < kWarpSize && shape.threads != next_power_of_two(shape.threads);
-    const bool slow_lanes = (odd_lanes || 20 * chunks < 19 * room) &&
-                            size_in_bytes(problem.x_dtype) == 2 && !has_slow_memory(device);
+    const bool slow_lanes = size_in_bytes(problem.x_dtype) == 2 && !has_slow_memory(device) &&
+                            !fill_lanes(problem, shape);
     const bool too_many = (slow_stores && bytes > kFewElementsBytes) ||
                           (slow_lanes && bytes > kFewRowsBytes) ||
                           (shape.threads > kMaxSharedBlock && bytes > kFewLongRowsBytes);

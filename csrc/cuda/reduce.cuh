@@ -167,6 +167,15 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
+// Which cluster of the grid; of a grid without clusters, which block.
+__device__ __forceinline__ int cluster_index() {
+  unsigned index = blockIdx.x;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+#endif
+  return static_cast<int>(index);
+}
+
 // Writes to the shared memory of the block of rank `rank`, at the address that `target` has here.
 __device__ __forceinline__ void store_remote(float* target, float value, int rank) {
 #if __CUDA_ARCH__ >= 900

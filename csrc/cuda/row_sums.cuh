@@ -78,13 +78,18 @@ struct RingWeight {
   }
 };
 
+// Of chunks that all exist, or are zeros.
+struct Always {
+  __device__ __forceinline__ bool operator()(int) const { return true; }
+};
+
 // The sums of (x - mean) * dy * weight and of dy * weight over a thread's chunks; x(k) and dy(k)
-// give them.
-template <class X, int kChunks, class ChunkOfX, class ChunkOfDy>
+// give them, zeros or, if it says so, anything of one that does not exist.
+template <class X, int kChunks, class ChunkOfX, class ChunkOfDy, class Exists = Always>
 __device__ __forceinline__ Sums<float> sum_chunks(const ChunkOfX& x_chunk,
                                                   const ChunkOfDy& dy_chunk,
-                                                  const RingWeight<X, kChunks>& weight,
-                                                  float mean) {
+                                                  const RingWeight<X, kChunks>& weight, float mean,
+                                                  const Exists& exists = {}) {
   Sums<float> sums;
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -98,6 +103,7 @@ __device__ __forceinline__ Sums<float> sum_chunks(const ChunkOfX& x_chunk,
       chunk.xhat_wdy = i == 0 ? centred * wdy : fma(centred, wdy, chunk.xhat_wdy);
       chunk.wdy = i == 0 ? wdy : chunk.wdy + wdy;
     }
+    if (!exists(k)) chunk = {};
     if (k == 0) {
       sums = chunk;
     } else {

@@ -111,7 +111,7 @@ struct RowWriter {
     if constexpr (kVectorized) {
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
-        if (active && share.left(k) > 0) store_pack(row + share.column(k), chunk(k));
+        if (active && share.left(k) > 0) store_wide(row + share.column(k), chunk(k));
       }
     } else if constexpr (kFillsGranule) {
       write_granules(row, active, share, chunk);
