@@ -286,8 +286,10 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   }
   const float mean = active ? p.mean[row] : 0.0f;
   const float rstd = active ? p.rstd[row] : 0.0f;
-  // The rest. `dtype`: of the weights, a constant where it is one branch for each.
-  const auto finish = [&](const void* weights, auto dtype) {
+  // The rest. `constant`: the weights' dtype, where it has a branch of its own.
+  const auto finish = [&](const void* weights, auto constant) {
+    DType dtype = p.weight_dtype;
+    if constexpr (!std::is_same_v<decltype(constant), DType>) dtype = decltype(constant)::value;
     PackedWeight<X, kChunks, kVectorized> packed_weight;
     packed_weight.load(weights, dtype, [&](int k) { return begin + column(k); }, left_of);
     const RingWeight<X, kChunks> weight(packed_weight, weights != nullptr, dtype);
