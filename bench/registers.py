@@ -78,7 +78,9 @@ def main() -> int:
         print("The input has no report: build with NVCC_APPEND_FLAGS=-Xptxas=-v", file=sys.stderr)
         return 2
     if arguments.json:
-        lines = ",\n".join(json.dumps(asdict(kernel)) for kernel in kernels)
+        # By name, so that two builds can be compared, in whatever order their files were compiled.
+        by_name = sorted(kernels, key=lambda kernel: (kernel.name, kernel.architecture))
+        lines = ",\n".join(json.dumps(asdict(kernel)) for kernel in by_name)
         arguments.json.write_text(f"[\n{lines}\n]\n")
     spilling = [kernel for kernel in kernels if kernel.spill_store_bytes]
     print(
