@@ -44,17 +44,16 @@ __device__ __forceinline__ void leave_ring_sums(const RingParameters<X, DY>& p, 
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr bool kWideDy = sizeof(DY) > sizeof(X);
   if constexpr (kShort) {  // over the teams, in the first of them
-    const int pitch = p.pitch;
 #pragma unroll 1
     for (int left = teams; left > 1; left = (left + 1) / 2) {
       const int half = (left + 1) / 2;
-      const bool adds = static_cast<int>(threadIdx.x) % kWarpSize < (left - half) * pitch;
+      const bool adds = static_cast<int>(threadIdx.x) % kWarpSize < (left - half) * p.pitch;
 #pragma unroll
       for (int k = 0; k < kChunks; ++k) {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          const float other_dw = __shfl_down_sync(kAllLanes, dw[k][i], half * pitch);
-          const float other_db = __shfl_down_sync(kAllLanes, db[k][i], half * pitch);
+          const float other_dw = __shfl_down_sync(kAllLanes, dw[k][i], half * p.pitch);
+          const float other_db = __shfl_down_sync(kAllLanes, db[k][i], half * p.pitch);
           if (adds) {
             dw[k][i] += other_dw;
             db[k][i] += other_db;

@@ -550,8 +550,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
-    // (A grid's rank takes a register, and so does where the warp's columns begin.)
-    if (threadIdx.x == 0 && (kGrid ? span.cols == p.cols : rank == 0)) {
+    if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
       const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
       p.mean[row] = moments.mean;
       p.rstd[row] = rstd;
