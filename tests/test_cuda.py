@@ -637,6 +637,33 @@ def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> No
             assert all(one.equal(other) for one, other in zip(results, others))
 
 
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [
+        (64, torch.bfloat16),
+        (200, torch.float16),
+        (257, torch.bfloat16),
+        (400, torch.bfloat16),
+        (512, torch.float16),
+        (1600, torch.bfloat16),
+        (1024, torch.float32),
+        (256, torch.float64),
+    ],
+    ids=str,
+)
+def test_statistics_of_so_many_rows_that_others_have_been_written(
+    cols: int, dtype: torch.dtype
+) -> None:
+    """Mean and rstd, which the L2 cache keeps until 8 MB of later rows have been written."""
+    rows = 24 * 2**20 // (cols * dtype.itemsize) + 5
+    x, _, weight, bias = _arguments(rows, cols, dtype)
+    x += torch.arange(rows, device="cuda", dtype=torch.float32).remainder(7)[:, None].to(dtype)
+    whole = check_forward(x, [cols], weight, bias)
+    for begin in (0, rows // 2, rows - 77):
+        some = ops.layer_norm_forward(x[begin : begin + 77], [cols], weight, bias, 1e-5, None)
+        assert all(one.equal(other[begin : begin + 77]) for one, other in zip(some, whole))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
     "cols", [40, 48, 72, 80, 88, 96, 136, 144, 152, 160, 192, 200, 240, 264, 384, 520, 640, 768]
