@@ -32,8 +32,8 @@ __device__ __forceinline__ void store_lasting(T* target, T value) {
 constexpr int kLineBytes = 128;  // of the L2 cache
 
 // Lets the L2 cache drop the line of a number that was stored so like any other. Whoever reads or
-// writes it later does not: of the 50 MB of an H200 16 were lost to whoever came after 2097152 x 64
-// until its lines were released.
+// writes it later does not: as many numbers as 2097152 rows have took 16 MB of an H200's cache away
+// from all kernels that came after.
 template <class T>
 __device__ __forceinline__ void release(const T* target) {
 #if __CUDA_ARCH__ >= 800
