@@ -642,11 +642,10 @@ def test_rows_that_a_warp_writes_together(chunks: int, dtype: torch.dtype) -> No
     [
         (64, torch.bfloat16),
         (200, torch.float16),
-        (257, torch.bfloat16),
         (400, torch.bfloat16),
         (512, torch.float16),
         (1600, torch.bfloat16),
-        (1024, torch.float32),
+        (512, torch.float32),
         (256, torch.float64),
     ],
     ids=str,
@@ -656,6 +655,7 @@ def test_statistics_of_so_many_rows_that_others_have_been_written(
 ) -> None:
     """Mean and rstd, which the L2 cache keeps until 8 MB of later rows have been written."""
     rows = 24 * 2**20 // (cols * dtype.itemsize) + 5
+    assert plan_here("forward", rows, cols, dtype)["threads_per_row"] <= 32  # others: plain stores
     x, _, weight, bias = _arguments(rows, cols, dtype)
     x += torch.arange(rows, device="cuda", dtype=torch.float32).remainder(7)[:, None].to(dtype)
     whole = check_forward(x, [cols], weight, bias)

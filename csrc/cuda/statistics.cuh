@@ -42,8 +42,9 @@ __device__ __forceinline__ void release(const T* target) {
 #endif
 }
 
-// Stores mean and rstd of a row of kRowBytes bytes, and releases those of rows so far before it
-// that all blocks which had them are at their end: some 8 MB are under way.
+// Stores mean and rstd of a row for whose threads kRowBytes bytes find a place, and releases those
+// of rows so far before it that all blocks which had them are at their end: some 8 MB are under
+// way.
 template <int kRowBytes, class P, class A>
 __device__ __forceinline__ void store_statistics(const P& p, int64_t row, A mean, A rstd) {
   store_lasting(p.mean + row, mean);
