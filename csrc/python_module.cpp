@@ -124,6 +124,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     result["gathers"] = plan.gathers;
     result["more_warps"] = plan.more_warps;
     result["rows_ahead"] = plan.rows_ahead;
+    result["most_ahead"] = plan.most_ahead;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
   }

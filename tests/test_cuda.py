@@ -1024,6 +1024,34 @@ def test_stream_of_the_caller() -> None:
         assert ours.equal(other)
 
 
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+def test_blocks_that_keep_together_wait_for_nobody_in_vain(dtype: torch.dtype) -> None:
+    """Blocks of many long rows wait for those that lag behind. Beside other work, for which some of
+    them find no place for a while, they end all the same, and results have the bits of few rows at
+    a time, whose blocks do not wait.
+    """
+    _skip_without_clusters("ring")
+    for cols, parameters in ((32_768, dtype), (49_152 * 2 // dtype.itemsize, torch.float32)):
+        rows = 1500
+        x, _, weight, bias = _arguments(rows, cols, dtype)
+        weight, bias = weight.to(parameters), bias.to(parameters)
+        plan = plan_here("forward", rows, cols, dtype, one_dtype=dtype == parameters)
+        assert (plan["kernel"], plan["in_grid"]) == ("ring", False)
+        parts = [ops.layer_norm_forward(part, [cols], weight, bias, 1e-5, None) for part in
+                 x.split(300)]  # fmt: skip
+        expected = [torch.cat(results) for results in zip(*parts, strict=True)]
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(4):
+            results = []
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    results.append(ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None))
+            torch.cuda.synchronize()
+            for ours in results:
+                assert all(map(torch.equal, ours, expected))
+
+
 def test_calls_do_not_wait_for_the_device() -> None:
     x, grad_out, weight, bias = _arguments(257, 1000, torch.bfloat16)
     before = torch.cuda.get_sync_debug_mode()

@@ -1153,3 +1153,35 @@ def test_float32_parameters_take_as_few_blocks_as_hold_a_row(
     assert (plan["kernel"], plan["in_grid"]) == ("ring", True)
     assert plan["threads_per_row"] <= 352
     assert not _C.plan("forward", 9, 10**6, "bfloat16", whole_grids=False, **properties)["in_grid"]
+
+
+def test_blocks_of_the_forwards_ring_that_keep_together() -> None:
+    """Aligned rows that a block holds, or up to three of them, if there are many: each block may be
+    one row and 4 MB ahead of the average, and all have as many rows, or one less.
+    """
+
+    def plan(rows: int, cols: int, dtype: str = "bfloat16", **call: Any) -> dict[str, Any]:
+        return _C.plan("forward", rows, cols, dtype, **call)
+
+    for cols, dtype, call, size in (
+        (24_584, "bfloat16", {}, 1),
+        (32_768, "float16", {}, 1),
+        (65_536, "bfloat16", {}, 2),
+        (16_384, "float32", {}, 1),
+        (32_768, "float32", {}, 2),
+        (18_432, "bfloat16", {"one_dtype": False}, 1),
+        (49_152, "bfloat16", {"one_dtype": False}, 3),
+    ):
+        for rows in (2000, 4096, 5000):
+            many = plan(rows, cols, dtype, **call)
+            assert (many["kernel"], many["cluster_size"]) == ("ring", size), cols
+            teams = many["blocks"] // size
+            assert many["most_ahead"] == teams + 4 * 2**20 // (cols * SIZES[dtype]), cols
+            turns = -(-rows // teams)
+            assert turns * teams - rows < turns, "blocks that have a row less, one row less"
+        assert plan(300, cols, dtype, **call)["most_ahead"] == 0, "few rows"
+        assert plan(4096, cols, dtype, **call, memory_bandwidth=3352)["most_ahead"] == 0
+    assert plan(4096, 30_001)["most_ahead"] == 0, "not aligned"
+    assert plan(4096, 131_072)["most_ahead"] == 0, "in fours"
+    assert plan(4096, 1_000_000)["most_ahead"] == 0, "in a grid"
+    assert plan(4096, 4096)["most_ahead"] == 0, "in registers"

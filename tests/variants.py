@@ -153,6 +153,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("run_columns", 0) > 0,
         plan.get("merged"),
         plan.get("rows_ahead"),
+        plan.get("most_ahead", 0) > 0,
         direction == "forward" and plan["exchange_warp"],  # (in the backward in most widths anyway)
     )
 

@@ -23,6 +23,7 @@
 #include "forward_parameters.cuh"
 #include "grid_exchange.cuh"
 #include "launch.cuh"
+#include "pace.cuh"
 #include "row_tile.cuh"
 
 namespace fastnorm::cuda {
@@ -33,6 +34,7 @@ struct ForwardRingParameters {
   int cols;
   float eps;
   float inverse_cols;
+  int most_ahead;  // see ForwardPlan
   const X* x;
   const X* x_end;  // of the last row
   int64_t x_row_stride;
@@ -134,8 +136,13 @@ __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int
 }
 
 // Which blocks hold a row together: those of a cluster, or of a grid that runs as a whole. In a
-// served cluster and in a grid each of them has a warp more, which only exchanges moments.
-enum class ForwardSpan { kCluster, kServedCluster, kGrid };
+// served cluster and in a grid each of them has a warp more, which only exchanges moments. Paced
+// ones are kept from drifting apart: that takes a register, which others should not miss.
+enum class ForwardSpan { kCluster, kPacedCluster, kServedCluster, kGrid };
+
+constexpr bool is_served(ForwardSpan span) {
+  return span == ForwardSpan::kServedCluster || span == ForwardSpan::kGrid;
+}
 
 // The exchange of a row's moments within its cluster. One warp of each block merges what all have
 // posted and sends it to all blocks: each by turns, or one that does nothing else (kServed), and
@@ -355,7 +362,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   using Chunk = Pack<X, kColumns>;
   using RowSpan = Span<X, kChunks>;
   using Set = SetMoments<float>;
-  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kSpan != ForwardSpan::kCluster;
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = is_served(kSpan);
   using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange<kServed>>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
 #pragma nv_diag_suppress 20054  // a set's initial values, which are not needed
@@ -591,6 +598,9 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     }
   } else {
     unsigned slot = ring;
+    __shared__ unsigned pace_start;
+    const bool keeps = kSpan == ForwardSpan::kPacedCluster && rank == 0 && threadIdx.x == 0;
+    Pace pace(pace_start, keeps, p.clusters, p.most_ahead);
     const auto post_first = [&](auto first, unsigned from) {
       constexpr int kFirst = decltype(first)::value;
       if (kFirst == 0 || count > kFirst) {
@@ -614,6 +624,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
         exchange.post(i + kAhead, moments_of(ahead));
       }
       write_row(slot, i, exchange.collect(i));
+      pace.keep(i + 1);
       copy_row(slot, i + kStages);
       if constexpr (!kGrid) {
         if (i + 1 < count) exchange.relay(i + 1);
@@ -631,7 +642,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
 template <class X, class W, bool kVectorized, ForwardSpan kSpan, int kAhead>
 cudaError_t launch_ring(const ForwardRingParameters<X, W>& p, const ForwardPlan& plan,
                         cudaStream_t stream) {
-  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kSpan != ForwardSpan::kCluster;
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = is_served(kSpan);
   const auto kernel = forward_ring<X, W, kVectorized, kSpan, kAhead>;
   constexpr int kChunks = kForwardRingChunks<X, W>;
   constexpr int kWarpBytes = kForwardRingBytes<kChunks, kVectorized, kAhead>;
@@ -669,6 +680,7 @@ cudaError_t launch_ring_of(const ForwardArgs& args, const ForwardPlan& plan, voi
   p.clusters = static_cast<int>(plan.blocks / plan.cluster_size);
   p.x_step = p.clusters * args.x_row_stride * static_cast<int64_t>(sizeof(X));
   p.y_step = p.clusters * args.cols * static_cast<int64_t>(sizeof(X));
+  p.most_ahead = plan.most_ahead;
   p.cluster_size = plan.cluster_size;
   p.warps = plan.threads_per_row / kWarpSize;
   const int block_cols = plan.threads_per_row * kChunks * kChunkColumns<X>;
@@ -687,6 +699,11 @@ cudaError_t launch_ring_of(const ForwardArgs& args, const ForwardPlan& plan, voi
     if constexpr (!kVectorized) {
       if (plan.exchange_warp) {
         return launch_ring<X, W, kVectorized, Span::kServedCluster, 1>(p, plan, stream);
+      }
+    }
+    if constexpr (kVectorized) {
+      if (plan.most_ahead > 0) {
+        return launch_ring<X, W, kVectorized, Span::kPacedCluster, 1>(p, plan, stream);
       }
     }
     return launch_ring<X, W, kVectorized, Span::kCluster, 1>(p, plan, stream);

@@ -163,6 +163,9 @@ struct ForwardPlan {
   bool in_grid = false;
   bool exchange_warp = false;
   int rows_ahead = 1;  // kRing: whose moments are asked for before a row is written
+  // kRing: so many rows of all blocks, or clusters, one may be ahead of their average (see Pace).
+  // Zero where each goes on as it can.
+  int most_ahead = 0;
   int64_t blocks = 0;
   int shared_bytes = 0;  // of each block, for chunks and for rows that are not aligned
   int64_t workspace_bytes = 0;

@@ -485,6 +485,20 @@ bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& pro
                                              : shape.cluster_size >= kLeastFloats;
 }
 
+// Whether blocks of the ring, or clusters of them, are kept together (see Pace): aligned rows, of
+// up to three blocks, that are many for each. Of a copy on an H200, without and so: bfloat16 25000
+// columns .88 and .935, 28672 .90 and .945, 32768 .92 and .95, 40960 .895 and .935, 65536 .935 and
+// .965, float32 16384 .955 and .98, 32768 .94 and .97, beside float32 parameters 18432 .925 and
+// .95, 40960 .92 and .955, 49152, in threes, .905 and .92. But larger clusters, on fewer
+// multiprocessors, drift less, and know each other's progress too late: 131072 .905 and .89, 262144
+// .95 and .93. Rows that are not aligned wait for instructions (50257 .80 and .79), and of a few
+// rows each the pace takes more than it gives (512 x 32768 .87 and .83).
+bool keep_together(const ForwardPlan& plan, int64_t turns, const DeviceProperties& device) {
+  constexpr int kMostBlocks = 3;
+  return plan.vectorized && !plan.in_grid && plan.cluster_size <= kMostBlocks &&
+         turns > kFewTurns && !has_slow_memory(device);
+}
+
 void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const ForwardProblem& problem,
                         const DeviceProperties& device, const PlanRequest& request) {
   plan.kernel = Kernel::kRing;
@@ -495,14 +509,25 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.in_grid = shape.grid_rows > 0;
   plan.exchange_warp = has_forward_exchange_warp(shape, problem, device, request);
   plan.rows_ahead = plan.in_grid && (wide || shape.threads <= kAheadThreads) ? kGridAhead : 1;
-  // Few rows are shared evenly. Of many, clusters would rather be an odd number: with 64 instead of
-  // 65 they read rows a power of two apart, and 4096 x 65536 reached .915.
+  // Few rows are shared evenly, and those of blocks that are kept together. Of others, clusters
+  // would rather be an odd number: with 64 instead of 65 they read rows a power of two apart, and
+  // 4096 x 65536 reached .915.
   int64_t teams = forward_ring_teams(shape, problem, device);
   if (request.blocks && !plan.in_grid) {
     teams = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, teams);
   }
   const int64_t turns = ceil_div(problem.rows, teams);
-  plan.blocks = (turns <= kFewTurns ? ceil_div(problem.rows, turns) : teams) * plan.cluster_size;
+  const bool paced = keep_together(plan, turns, device);
+  if (turns <= kFewTurns || paced) teams = ceil_div(problem.rows, turns);
+  plan.blocks = teams * plan.cluster_size;
+  if (paced) {
+    // A row each, for what a block knows of the others is as old, and more: 32768 columns with 1,
+    // 2, 4 and 6 MB .935, .945, .95 and .935, 40960 .82, .88, .93 and .92, 18432 beside float32
+    // parameters .93, .95, .95 and .93.
+    constexpr int64_t kMoreBytes = 4 << 20;
+    plan.most_ahead =
+        static_cast<int>(teams + kMoreBytes / (problem.cols * size_in_bytes(problem.x_dtype)));
+  }
   if (shape.grid_rows > 0) {
     plan.workspace_bytes = grid_exchange_bytes(plan.blocks);
   }
