@@ -139,6 +139,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
   result["brakes"] = plan.brakes;
+  result["most_ahead"] = plan.most_ahead;
   result["run_columns"] = plan.run_columns;
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);

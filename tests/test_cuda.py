@@ -1024,32 +1024,60 @@ def test_stream_of_the_caller() -> None:
         assert ours.equal(other)
 
 
+def _beside_each_other(call: Callable[[], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    """Results of calls in several streams, whose blocks take each other's places."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(call())
+        torch.cuda.synchronize()
+    return results
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-def test_blocks_that_keep_together_wait_for_nobody_in_vain(dtype: torch.dtype) -> None:
-    """Blocks of many long rows wait for those that lag behind. Beside other work, for which some of
-    them find no place for a while, they end all the same, and results have the bits of few rows at
-    a time, whose blocks do not wait.
+def test_blocks_that_keep_together_rely_on_nobody(dtype: torch.dtype) -> None:
+    """Blocks of many long rows pause for those that lag behind. Beside other work, for which some
+    of them find no place for a while, they end all the same, and results have the bits of few rows
+    at a time, whose blocks do not pause.
     """
     _skip_without_clusters("ring")
+    rows = 1500
     for cols, parameters in ((32_768, dtype), (49_152 * 2 // dtype.itemsize, torch.float32)):
-        rows = 1500
         x, _, weight, bias = _arguments(rows, cols, dtype)
         weight, bias = weight.to(parameters), bias.to(parameters)
         plan = plan_here("forward", rows, cols, dtype, one_dtype=dtype == parameters)
         assert (plan["kernel"], plan["in_grid"]) == ("ring", False)
-        parts = [ops.layer_norm_forward(part, [cols], weight, bias, 1e-5, None) for part in
-                 x.split(300)]  # fmt: skip
+
+        def forward(x: Tensor) -> tuple[Tensor, ...]:
+            return ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)  # noqa: B023
+
+        parts = [forward(part) for part in x.split(300)]
         expected = [torch.cat(results) for results in zip(*parts, strict=True)]
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        torch.cuda.synchronize()
-        for _ in range(4):
-            results = []
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    results.append(ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None))
-            torch.cuda.synchronize()
-            for ours in results:
-                assert all(map(torch.equal, ours, expected))
+        for ours in _beside_each_other(lambda: forward(x)):  # noqa: B023
+            assert all(map(torch.equal, ours, expected))
+
+
+def test_clusters_that_keep_together_rely_on_nobody() -> None:
+    """The same of the backward, of float32."""
+    _skip_without_clusters("ring")
+    rows, mask = 1500, [True, True, True]
+    for cols in (12_288, 65_536):
+        x, grad, weight, bias = _arguments(rows, cols, torch.float32)
+        plan = plan_here("backward", rows, cols, torch.float32)
+        assert plan["kernel"] == "ring"
+        assert plan["cluster_size"] > 1
+        _, mean, rstd = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+
+        def backward() -> tuple[Tensor, ...]:
+            saved = (mean, rstd, weight, bias)  # noqa: B023
+            return ops.layer_norm_backward(grad, x, [cols], *saved, 1e-5, mask)  # noqa: B023
+
+        expected = check_backward(grad, x, [cols], weight, bias)
+        for ours in _beside_each_other(backward):
+            assert all(map(torch.equal, ours, expected))
 
 
 def test_calls_do_not_wait_for_the_device() -> None:

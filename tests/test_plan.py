@@ -1157,7 +1157,7 @@ def test_float32_parameters_take_as_few_blocks_as_hold_a_row(
 
 def test_blocks_of_the_forwards_ring_that_keep_together() -> None:
     """Aligned rows that a block holds, or up to three of them, if there are many: each block may be
-    one row and 4 MB ahead of the average, and all have as many rows, or one less.
+    one row and 3 MB ahead of the average, and all have as many rows, or one less.
     """
 
     def plan(rows: int, cols: int, dtype: str = "bfloat16", **call: Any) -> dict[str, Any]:
@@ -1176,7 +1176,7 @@ def test_blocks_of_the_forwards_ring_that_keep_together() -> None:
             many = plan(rows, cols, dtype, **call)
             assert (many["kernel"], many["cluster_size"]) == ("ring", size), cols
             teams = many["blocks"] // size
-            assert many["most_ahead"] == teams + 4 * 2**20 // (cols * SIZES[dtype]), cols
+            assert many["most_ahead"] == teams + 3 * 2**20 // (cols * SIZES[dtype]), cols
             turns = -(-rows // teams)
             assert turns * teams - rows < turns, "blocks that have a row less, one row less"
         assert plan(300, cols, dtype, **call)["most_ahead"] == 0, "few rows"
@@ -1185,3 +1185,20 @@ def test_blocks_of_the_forwards_ring_that_keep_together() -> None:
     assert plan(4096, 131_072)["most_ahead"] == 0, "in fours"
     assert plan(4096, 1_000_000)["most_ahead"] == 0, "in a grid"
     assert plan(4096, 4096)["most_ahead"] == 0, "in registers"
+
+
+def test_clusters_of_the_backward_that_keep_together() -> None:
+    """Aligned rows of float32 in clusters, if there are many: four rows ahead of the average."""
+    for cols in (8_192, 12_288, 32_768, 131_072):
+        plan = _C.plan("backward", 4096, cols, "float32")
+        assert (plan["kernel"], plan["in_grid"]) == ("ring", False)
+        clusters = plan["blocks"] // plan["cluster_size"]
+        assert plan["most_ahead"] == 4 * clusters > 0, cols
+        for few in (
+            _C.plan("backward", 8 * clusters, cols, "float32"),
+            _C.plan("backward", 4096, cols, "float32", memory_bandwidth=3352),
+            _C.plan("backward", 4096, cols, "float32", aligned=False),
+            _C.plan("backward", 4096, cols, "bfloat16"),
+        ):
+            assert few["most_ahead"] == 0, cols
+    assert _C.plan("backward", 40_960, 4096, "float32")["most_ahead"] == 0, "in a block"

@@ -319,6 +319,8 @@ def calls(device: Device) -> Iterator[Call]:
             if dtype != torch.float64:
                 grid = (("kernel", "ring"), ("cluster_size", 60))
                 yield Call("forward", 41, 1000, dtype, dtype, dtype, aligned, grid)
+                fours = (("kernel", "ring"), ("cluster_size", 4), ("blocks", 8))
+                yield Call("forward", 29, 4112, dtype, dtype, dtype, aligned, fours)
                 for request in AGAIN:
                     items = (("kernel", "ring"), *request.items())
                     for cols in (4112, 4113):

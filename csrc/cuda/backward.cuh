@@ -400,6 +400,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.shares = plan.shares;
   p.share_turns = p.full_turns / plan.shares;
   p.brakes = plan.brakes;
+  p.most_ahead = plan.most_ahead;
   if (plan.kernel == Kernel::kRing) {
     return plan.vectorized ? launch_ring<true>(p, plan, stream)
                            : launch_ring<false>(p, plan, stream);

@@ -58,6 +58,7 @@ struct RingParameters {
   // kGrid: rows of partial sums that a group of blocks leaves, one after so many turns.
   int shares, share_turns;
   bool brakes;  // see BackwardPlan
+  int most_ahead;
 };
 
 template <class X>

@@ -15,6 +15,7 @@
 #include <cooperative_groups.h>
 
 #include "backward_parameters.cuh"
+#include "pace.cuh"
 #include "partial_sums.cuh"
 #include "ring_exchange.cuh"
 
@@ -653,6 +654,12 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
 
   // ---- all rows
 
+  // Float32 in clusters (see keep_together in plan_backward.cpp).
+  constexpr bool kMayPace =
+      kCluster && kVectorized && sizeof(X) == sizeof(float) && std::is_same_v<X, DY>;
+  __shared__ unsigned pace_start;
+  const bool keeps = kMayPace && p.most_ahead > 0 && rank == 0 && threadIdx.x == 0;
+  Pace<4, 1000> pace(pace_start, keeps, static_cast<int>(p.unit_stride), p.most_ahead);
   unsigned slot = ring;
   if constexpr (kShort) {
 #pragma unroll 1
@@ -750,6 +757,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         if (kBrakes || (kMayBrake && p.brakes)) later_mean = keep(later_mean);
         finish_row(slot, means[0], rstds[0], sums, [] {});
       }
+      pace.keep(i + 1);
       copy_row(slot);
       relay_next(false);
       if constexpr (kGrid) {

@@ -600,7 +600,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     unsigned slot = ring;
     __shared__ unsigned pace_start;
     const bool keeps = kSpan == ForwardSpan::kPacedCluster && rank == 0 && threadIdx.x == 0;
-    Pace pace(pace_start, keeps, p.clusters, p.most_ahead);
+    Pace<1, 12000> pace(pace_start, keeps, p.clusters, p.most_ahead);
     const auto post_first = [&](auto first, unsigned from) {
       constexpr int kFirst = decltype(first)::value;
       if (kFirst == 0 || count > kFirst) {

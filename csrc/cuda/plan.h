@@ -196,6 +196,7 @@ struct BackwardPlan {
   bool vectorized = false;
   bool packed = false;   // rows in a part of a warp follow each other without idle lanes
   bool brakes = false;   // kRing: each turn waits for the next row's statistics, to ask for less
+  int most_ahead = 0;    // kRing: as in ForwardPlan
   bool in_grid = false;  // kRing: of blocks of a grid that runs as a whole, not of a cluster
   bool exchange_warp = false;  // kRing: each block has a warp more, which only exchanges sums
   bool dx = true;              // false: dw and db alone are asked for, and no dx kernel runs

@@ -521,10 +521,12 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   if (turns <= kFewTurns || paced) teams = ceil_div(problem.rows, turns);
   plan.blocks = teams * plan.cluster_size;
   if (paced) {
-    // A row each, for what a block knows of the others is as old, and more: 32768 columns with 1,
-    // 2, 4 and 6 MB .935, .945, .95 and .935, 40960 .82, .88, .93 and .92, 18432 beside float32
-    // parameters .93, .95, .95 and .93.
-    constexpr int64_t kMoreBytes = 4 << 20;
+    // A row each, for what a block knows of the others is as old, and more: beyond a row and 0, 1,
+    // 2 and 3 MB (pauses of 4000, 4000, 8000 and 12000 cycles for a row, each the best that was
+    // tried) 32768 columns .948, .941, .947 and .947, 40960 .895, .918, .919 and .940, 32768 beside
+    // float32 parameters .86, .895, .91 and .92. (To wait for the others instead, beyond a row and
+    // 4 MB, was as good.)
+    constexpr int64_t kMoreBytes = 3 << 20;
     plan.most_ahead =
         static_cast<int>(teams + kMoreBytes / (problem.cols * size_in_bytes(problem.x_dtype)));
   }
