@@ -140,9 +140,8 @@ __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int
 // ones are kept from drifting apart: that takes a register, which others should not miss.
 enum class ForwardSpan { kCluster, kPacedCluster, kServedCluster, kGrid };
 
-constexpr bool is_served(ForwardSpan span) {
-  return span == ForwardSpan::kServedCluster || span == ForwardSpan::kGrid;
-}
+template <ForwardSpan kSpan>
+constexpr bool kIsServed = kSpan == ForwardSpan::kServedCluster || kSpan == ForwardSpan::kGrid;
 
 // The exchange of a row's moments within its cluster. One warp of each block merges what all have
 // posted and sends it to all blocks: each by turns, or one that does nothing else (kServed), and
@@ -362,7 +361,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   using Chunk = Pack<X, kColumns>;
   using RowSpan = Span<X, kChunks>;
   using Set = SetMoments<float>;
-  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = is_served(kSpan);
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kIsServed<kSpan>;
   using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange<kServed>>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
 #pragma nv_diag_suppress 20054  // a set's initial values, which are not needed
@@ -642,7 +641,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
 template <class X, class W, bool kVectorized, ForwardSpan kSpan, int kAhead>
 cudaError_t launch_ring(const ForwardRingParameters<X, W>& p, const ForwardPlan& plan,
                         cudaStream_t stream) {
-  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = is_served(kSpan);
+  constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kIsServed<kSpan>;
   const auto kernel = forward_ring<X, W, kVectorized, kSpan, kAhead>;
   constexpr int kChunks = kForwardRingChunks<X, W>;
   constexpr int kWarpBytes = kForwardRingBytes<kChunks, kVectorized, kAhead>;
