@@ -1188,8 +1188,10 @@ def test_blocks_of_the_forwards_ring_that_keep_together() -> None:
 
 
 def test_clusters_of_the_backward_that_keep_together() -> None:
-    """Aligned rows of float32 in clusters, if there are many: four rows ahead of the average."""
-    for cols in (8_192, 12_288, 32_768, 131_072):
+    """Aligned rows of float32 in clusters whose copies pass the L1 cache, if there are many: four
+    rows ahead of the average.
+    """
+    for cols in (8_192, 12_288, 32_768, 49_152):
         plan = _C.plan("backward", 4096, cols, "float32")
         assert (plan["kernel"], plan["in_grid"]) == ("ring", False)
         clusters = plan["blocks"] // plan["cluster_size"]
@@ -1202,3 +1204,4 @@ def test_clusters_of_the_backward_that_keep_together() -> None:
         ):
             assert few["most_ahead"] == 0, cols
     assert _C.plan("backward", 40_960, 4096, "float32")["most_ahead"] == 0, "in a block"
+    assert _C.plan("backward", 4096, 65_536, "float32")["most_ahead"] == 0, "past the L1 cache"

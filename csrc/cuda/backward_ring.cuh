@@ -656,7 +656,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
 
   // Float32 in clusters (see keep_together in plan_backward.cpp).
   constexpr bool kMayPace =
-      kCluster && kVectorized && sizeof(X) == sizeof(float) && std::is_same_v<X, DY>;
+      kCluster && kCached && kVectorized && sizeof(X) == sizeof(float) && std::is_same_v<X, DY>;
   __shared__ unsigned pace_start;
   const bool keeps = kMayPace && p.most_ahead > 0 && rank == 0 && threadIdx.x == 0;
   Pace<4, 1000> pace(pace_start, keeps, static_cast<int>(p.unit_stride), p.most_ahead);

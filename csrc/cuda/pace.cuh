@@ -39,11 +39,12 @@ class Pace {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(&rows_written), "n"(kEvery)
                  : "memory");
 #endif
-    constexpr int kDrift = 4;  // rows
+    constexpr int kDrift = 8;     // rows: no more than can be
+    constexpr int kMost = 10000;  // cycles
     const int ahead =
         static_cast<int>(static_cast<unsigned>(rows) * blocks_ - most_ahead_ + start_ - seen_);
     if (ahead > 0 && ahead <= kDrift * blocks_) {
-      const unsigned cycles = min(ahead, blocks_) * kPause / blocks_;
+      const unsigned cycles = min(ahead * kPause / blocks_, kMost);
       const unsigned begin = clock();
       while (static_cast<unsigned>(clock()) - begin < cycles) {
       }
