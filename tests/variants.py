@@ -340,6 +340,8 @@ def calls(device: Device) -> Iterator[Call]:
                 for cols in (16_392, 16_399):
                     call = Call("forward", 29, cols, dtype, dtype, torch.float32, aligned, eights)
                     yield call
+                    alone = (("kernel", "ring"), ("cluster_size", 1), ("blocks", 2))
+                    yield replace(call, request=alone)
                     yield replace(call, rows=43, request=grid)
                     if not aligned:
                         yield replace(call, request=(*eights, ("exchange_warp", True)))
