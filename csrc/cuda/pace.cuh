@@ -18,7 +18,7 @@ namespace fastnorm::cuda {
 
 static __device__ unsigned rows_written;
 
-// Every kEvery rows; a pause of kPause cycles for a row ahead.
+// Looks every kEvery rows of a block; pauses kPause cycles for each of its rows that it is ahead.
 template <int kEvery, int kPause>
 class Pace {
  public:
@@ -39,7 +39,7 @@ class Pace {
     asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(&rows_written), "n"(kEvery)
                  : "memory");
 #endif
-    constexpr int kDrift = 8;     // rows: no more than can be
+    constexpr int kDrift = 8;     // rows of a block: no more than can be
     constexpr int kMost = 10000;  // cycles
     const int ahead =
         static_cast<int>(static_cast<unsigned>(rows) * blocks_ - most_ahead_ + start_ - seen_);
