@@ -98,6 +98,7 @@ py::dict describe_block(const Plan& plan) {
   result["vectorized"] = plan.vectorized;
   result["in_grid"] = plan.in_grid;
   result["exchange_warp"] = plan.exchange_warp;
+  result["most_ahead"] = plan.most_ahead;
   result["blocks"] = plan.blocks;
   result["workspace_bytes"] = plan.workspace_bytes;
   return result;
@@ -124,7 +125,6 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     result["gathers"] = plan.gathers;
     result["more_warps"] = plan.more_warps;
     result["rows_ahead"] = plan.rows_ahead;
-    result["most_ahead"] = plan.most_ahead;
     result["shared_bytes"] = plan.shared_bytes;
     return result;
   }
@@ -139,7 +139,6 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
   result["brakes"] = plan.brakes;
-  result["most_ahead"] = plan.most_ahead;
   result["run_columns"] = plan.run_columns;
   result["dx"] = plan.dx;
   result["weight_grads"] = find_name(plan.weight_grads, kWeightGrads);

@@ -335,19 +335,18 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const
 }
 
 // Whether clusters of the ring are kept together (see Pace): aligned rows of float32, if there are
-// many for each. Of an elementwise sum on an H200, without and so: 8192 columns .94 and .96, 10240
-// .95 and .97, 12288 .94 and .975, 16384 .95 and .96, 20480 .96 and .97, 24576 .94 and .965, 32768
-// .965 and .975, 14336 and 49152 .945 and .95. A cluster may be four rows ahead, and looks every
-// four of them: if it looks every row or every other one, it is slower than without (12288 .93,
-// .955). Larger blocks, whose copies pass the L1 cache by, gain less (65536 .947 and .953, 131072
-// the same), and in one form of it lost much (.85, .80). Aligned rows of 16 bits have drifted apart
-// less, 3 to 6 us for 10, when they end, and lose (18432 .845 and .83, 65536 .935 and .91), but in
-// pairs (12288 .94 and .945, 16384 .93 and .94, by 64 of them), for which it is not done; so do
-// rows of a block, but for float32 (4096 .953 and .96, on 131 multiprocessors, 1024 .985 and .98,
-// 64 .953 and .945).
+// many for each. Of an elementwise sum on an H200, without and so (and 100 cycles more): 8192
+// columns .94 and .96, 10240 .95 and .97, 12288 .94 and .975, 16384 .95 and .96, 20480 .96 and .97,
+// 24576 .94 and .965, 32768 .965 and .975, 14336 and 49152 .945 and .95. A cluster may be four rows
+// ahead, and looks every four of them: if it looks every row or every other one, it is slower than
+// without (12288 .93, .955). Larger blocks, whose copies pass the L1 cache by, gain less (65536
+// .947 and .953, 131072 the same), and in one form of it lost much (.85, .80). Aligned rows of 16
+// bits have drifted apart less, 3 to 6 us for 10, when they end, and lose (18432 .845 and .83,
+// 65536 .935 and .91), but in pairs (12288 .94 and .945, 16384 .93 and .94, by 64 of them), for
+// which it is not done; so do rows of a block, but for float32 (4096 .953 and .96, on 131
+// multiprocessors, 1024 .985 and .98, 64 .953 and .945).
 bool keep_together(const BackwardPlan& plan, const BackwardProblem& problem, int64_t turns,
                    const DeviceProperties& device) {
-  constexpr int64_t kFewTurns = 8;
   return plan.kernel == Kernel::kRing && plan.cluster_size > 1 && !plan.in_grid &&
          plan.vectorized && problem.x_dtype == DType::kFloat32 && has_one_dtype(problem) &&
          plan.threads_per_row <= kMostCachedThreads && turns > kFewTurns &&

@@ -215,8 +215,6 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
   return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
-constexpr int64_t kFewTurns = 8;  // of the blocks that hold a row
-
 // The blocks that hold a row of `chunks` of which a block holds `most`, in the ring.
 //
 // Uneven rows are held by three or five blocks where those are not too large. Of a copy, by four or
@@ -306,7 +304,6 @@ int most_row_threads(const ForwardProblem& problem) {
 // The columns behind the last whole chunk take no thread of their own.
 void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t columns) {
   const int64_t chunks = std::max<int64_t>(1, problem.cols / columns);
-  const bool uneven = is_uneven(problem);
   const bool in_warp = plan.vectorized && has_warp_rows(problem, chunks);
   const bool three = in_warp && chunks <= 3 * kWarpSize;
   const int in_lane = three ? 3 : register_chunks(chunks, problem);
@@ -487,9 +484,9 @@ bool has_forward_exchange_warp(const RingShape& shape, const ForwardProblem& pro
 
 // Whether blocks of the ring, or clusters of them, are kept together (see Pace): aligned rows, of
 // up to three blocks, that are many for each. Of a copy on an H200, without and so: bfloat16 25000
-// columns .88 and .935, 28672 .90 and .945, 32768 .92 and .95, 40960 .895 and .935, 65536 .935 and
-// .965, float32 16384 .955 and .98, 32768 .94 and .97, beside float32 parameters 18432 .925 and
-// .95, 40960 .92 and .955, 49152, in threes, .905 and .92. But larger clusters, on fewer
+// columns .88 and .94, 28672 .90 and .935, 32768 .92 and .945, 40960 .895 and .94, 65536 .935 and
+// .965, float32 16384 .955 and .965, 32768 .94 and .965, beside float32 parameters 18432 .925 and
+// .95, 40960 .925 and .955, 49152, in threes, .905 and .92. But larger clusters, on fewer
 // multiprocessors, drift less, and know each other's progress too late: 131072 .905 and .89, 262144
 // .95 and .93. Rows that are not aligned wait for instructions (50257 .80 and .79), and of a few
 // rows each the pace takes more than it gives (512 x 32768 .87 and .83).

@@ -8,6 +8,9 @@ namespace fastnorm::cuda {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Of blocks that stay, or clusters of them: so many rows of each, or fewer.
+constexpr int64_t kFewTurns = 8;
+
 inline int64_t chunk_columns(DType x_dtype) { return kChunkBytes / size_in_bytes(x_dtype); }
 
 // The most chunks of a row that one block holds.
