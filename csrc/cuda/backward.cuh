@@ -383,6 +383,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
   p.db_partials = fused ? db_partials : nullptr;
   set_span(p, plan);
   p.by_cluster_size = Divisor(plan.cluster_size);
+  p.relays = Turns(p.warps);
   if (plan.cluster_size > 1 && plan.blocks * plan.cluster_size >= Divisor::kMost &&
       plan.kernel != Kernel::kFewElements) {
     return cudaErrorInvalidValue;  // no device runs so many at once

@@ -256,7 +256,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- the start: what is small first, for it would wait behind the copies that fill the ring
 
-  Exchange exchange(storage, p.warps, cluster_size, group, row_warp);
+  Exchange exchange = [&] {
+    if constexpr (kCluster) {
+      return Exchange(storage, p.relays, cluster_size, false, row_warp);
+    } else {
+      return Exchange(storage, p.warps, cluster_size, group, row_warp);
+    }
+  }();
   if constexpr (kCluster) cluster_arrive();
   // Statistics of the rows of kTurns turns, one of a row per lane.
   constexpr int kTurns = kWarpSize / kTeams;

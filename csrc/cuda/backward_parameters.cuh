@@ -20,6 +20,20 @@ struct Divisor {
   }
 };
 
+// By turns: whose it is. (By a division in the kernel, of 24 instructions that wait for each other,
+// 2048 x 65537 bfloat16 took 260 us on an H200, and 245 us so.)
+struct Turns {
+  unsigned takers = 1, reciprocal = 0;
+  Turns() = default;
+  explicit Turns(int number)
+      : takers(static_cast<unsigned>(number)), reciprocal((1u << 31) / takers + 1) {}
+  // Of a turn that is, times their number, less than 2^31.
+  __device__ __forceinline__ int taker(int turn) const {
+    const unsigned round = __umulhi(2 * static_cast<unsigned>(turn), reciprocal);
+    return turn - static_cast<int>(round * takers);
+  }
+};
+
 template <class X, class DY = X>
 struct RingParameters {
   int64_t rows, cols;
@@ -59,6 +73,7 @@ struct RingParameters {
   int shares, share_turns;
   bool brakes;  // see BackwardPlan
   int most_ahead;
+  Turns relays;  // of a block's warps
 };
 
 template <class X>

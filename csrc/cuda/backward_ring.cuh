@@ -357,7 +357,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       return Exchange(storage, place_in_grid, row_warp, p.warps, lane);
     } else if constexpr (kCluster) {
       const bool served = blockDim.x > p.warps * kWarpSize;
-      return Exchange(storage, p.warps, cluster_size, served, row_warp, lane);
+      return Exchange(storage, p.relays, cluster_size, served, row_warp, lane);
     } else {
       return Exchange(storage, p.warps, cluster_size, group, row_warp, lane);
     }
@@ -511,6 +511,8 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
         if (cut) {
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) {
+            // The other warps of the row wait for this one, its last.
+            if (kStays && run >= (k + j + 1) * kWarpSize * kColumns) continue;
             int left = left_of(k + j);
             // Or masks for every chunk would be kept from row to row.
             asm volatile("" : "+r"(left));

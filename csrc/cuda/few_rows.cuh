@@ -150,6 +150,11 @@ struct RowSumsExchange {
     alignas(16) float blocks[kCluster ? 2 * kMaxClusterSize : 1];
   };
 
+  // In a cluster, before cluster_arrive: blocks that do not exist add zeros.
+  static __device__ __forceinline__ void prepare(Storage& storage) {
+    if (threadIdx.x < 2 * kMaxClusterSize) storage.blocks[threadIdx.x] = 0;
+  }
+
   // All threads of the block come here; in a cluster, after cluster_arrive. `lane`: see
   // sum_row_lanes.
   static __device__ __forceinline__ Sums<float> sum(Storage& storage, Sums<float> sums, int lanes,
@@ -228,7 +233,10 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
     }
     return;
   }
-  if constexpr (kCluster) cluster_arrive();
+  if constexpr (kCluster) {
+    RowSumsExchange<kSpan>::prepare(storage.rows.sums);
+    cluster_arrive();
+  }
 
   const int warp = threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;

@@ -61,7 +61,8 @@ constexpr int kForwardRingChunks = sizeof(W) == sizeof(X) ? kForwardChunks : kWi
 // The largest block, a warp that only exchanges moments included.
 template <class X, class W, int kAhead>
 constexpr int kForwardRingThreads = sizeof(W) > sizeof(X) ? kMaxWideThreads
-                                    : kAhead > 1          ? kAheadThreads + kWarpSize
+                                    : kAhead == 2         ? kTwoAheadThreads + kWarpSize
+                                    : kAhead > 2          ? kAheadThreads + kWarpSize
                                                           : kMaxThreadsPerRow;
 
 // Rows under way, those being summed and written among them. (With one more and with two, where
@@ -85,7 +86,8 @@ constexpr int kForwardTogether = kChunks % 2 == 0 ? 2 : 1;
 
 // Writes a warp's chunks, `bytes` bytes that begin at this lane's `slot`, to memory that starts at
 // any element: in whole granules but for the first and the last one. The whole warp comes here.
-template <int kSize, int kChunks>
+// kSkips: see forward_ring.
+template <int kSize, int kChunks, bool kSkips>
 __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int bytes) {
   constexpr int kStep = kWarpSize * kChunkBytes;
   constexpr int kTogether = kForwardTogether<kChunks>;
@@ -96,6 +98,7 @@ __device__ __forceinline__ void write_unaligned(char* target, unsigned slot, int
   // Granule j of device memory has the last bytes of chunk j - 1 and the first of chunk j.
 #pragma unroll
   for (int k = 0; k < kChunks; k += kTogether) {
+    if (kSkips && k == kChunks / 2 && bytes + kChunkBytes <= k * kStep) break;
     Granule chunks[kTogether];
     if (shifted == 0) {
 #pragma unroll
@@ -363,6 +366,13 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   using Set = SetMoments<float>;
   constexpr bool kGrid = kSpan == ForwardSpan::kGrid, kServed = kIsServed<kSpan>;
   using Exchange = std::conditional_t<kGrid, GridMomentsExchange, MomentsExchange<kServed>>;
+  // Whether a row's last warp leaves out the second half of its chunks where it has none of them:
+  // it has more to ask than others, and all of them wait for it. 4096 x 50257 bfloat16 .81 of a
+  // copy on an H200 and .84 so, 33001 columns .67 and .74. (Without a warp that exchanges it
+  // spills. In a grid 65537 columns .775 and .81, but 98001 .81 and .78, whose last warp has more
+  // than half.)
+  constexpr bool kSkips = kSpan == ForwardSpan::kServedCluster && !kVectorized;
+  constexpr int kHalf = kChunks / 2;
   extern __shared__ __align__(16) unsigned char ring_memory[];
 #pragma nv_diag_suppress 20054  // a set's initial values, which are not needed
   __shared__ typename Exchange::Storage storage;
@@ -481,7 +491,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     // that such bytes seem to come from L2: 2048 x 65537 bfloat16 took 180 us on an H200 with them,
     // 170 us without, 1024 x 140001 190 and 178 us, 447 x 300001 170 and 167 us.
     int cols = p.cols - begin;
-    if constexpr (!kWhole && kGrid && !kVectorized) asm volatile("" : "+r"(cols));
+    if constexpr (!kWhole && !kVectorized && (kGrid || kSkips)) asm volatile("" : "+r"(cols));
     const RowSpan span{begin, cols, lane};
     const int run = max(0, min(cols, RowSpan::kSize));
     using ByDifferences = ChunkMoments<float, kChunks, kColumns>;
@@ -501,6 +511,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       const int offset = static_cast<int>(x_low % kChunkBytes);
 #pragma unroll
       for (int k = 0; k < kChunks; k += kTogether) {
+        if (kSkips && !kWhole && k == kHalf && run <= k * kWarpSize * kColumns) break;
         Granule chunks[kTogether], beyond[kTogether];
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
@@ -564,6 +575,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     const Standardizer<float> standardizer{rstd, moments.mean};
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
+      if (kSkips && k == kHalf && run <= k * kWarpSize * kColumns) break;
       keep_packed(weight[k]);
       keep_packed(bias[k]);
       const Chunk out = normalize<X>(to_pack<X, kColumns>(load_shared(slot + k * kStep)),
@@ -576,7 +588,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     }
     if constexpr (!kVectorized) {
       __syncwarp();
-      write_unaligned<kSize, kChunks>(y, slot, run * kSize);
+      write_unaligned<kSize, kChunks, kSkips>(y, slot, run * kSize);
       __syncwarp();  // before the slot is filled again
     }
     y += p.y_step;
@@ -609,9 +621,9 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       }
     };
     post_first(std::integral_constant<int, 0>(), slot);
-    if constexpr (kAhead > 1) {
-      static_assert(kAhead == kGridAhead);
-      post_first(std::integral_constant<int, 1>(), next_slot(slot));
+    static_assert(kAhead <= 3);
+    if constexpr (kAhead > 1) post_first(std::integral_constant<int, 1>(), next_slot(slot));
+    if constexpr (kAhead > 2) {
       post_first(std::integral_constant<int, 2>(), next_slot(next_slot(slot)));
     }
     if constexpr (!kGrid) exchange.relay(0);
@@ -619,7 +631,9 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     for (int i = 0; i < count; ++i) {
       const unsigned next = next_slot(slot);
       if (i + kAhead < count) {
-        const unsigned ahead = kAhead > 1 ? next_slot(next_slot(next)) : next;  // of the row summed
+        unsigned ahead = next;  // of the row summed
+#pragma unroll
+        for (int a = 1; a < kAhead; ++a) ahead = next_slot(ahead);
         wait_copies<kStages - 1 - kAhead>();
         exchange.post(i + kAhead, moments_of(ahead));
       }
@@ -692,6 +706,11 @@ cudaError_t launch_ring_of(const ForwardArgs& args, const ForwardPlan& plan, voi
       if constexpr (kChunks == kForwardChunks) {
         if (plan.rows_ahead == 1) {
           return launch_ring<X, W, kVectorized, Span::kGrid, 1>(p, plan, stream);
+        }
+        if constexpr (!kVectorized && kIs16Bit<X>) {
+          if (plan.rows_ahead == 2) {
+            return launch_ring<X, W, kVectorized, Span::kGrid, 2>(p, plan, stream);
+          }
         }
       }
       return launch_ring<X, W, kVectorized, Span::kGrid, kGridAhead>(p, plan, stream);

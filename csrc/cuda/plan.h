@@ -82,6 +82,7 @@ constexpr int kMaxRowThreads = 768;      // of a row in registers alone, with 40
 constexpr int kMaxGridThreads = 480;     // of a row in a block of such a grid, beside another warp
 constexpr int kGridAhead = 3;            // rows that are summed there before one is finished,
 constexpr int kAheadThreads = 320;       // in the forward by blocks of up to so many threads
+constexpr int kTwoAheadThreads = 352;    // two of uneven 16-bit rows by blocks of up to so many
 constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid that runs as a whole
 constexpr int kGridExchanges = 8;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows

@@ -241,6 +241,27 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
   return choose_cluster_size(chunks, most, request);
 }
 
+// Uneven rows of a 16-bit type are slowed by what they have to execute where memory is fast.
+bool is_slowed(const ForwardProblem& problem, const DeviceProperties& device) {
+  return size_in_bytes(problem.x_dtype) == 2 && is_uneven(problem) &&
+         !has_wide_parameters(problem) && !has_slow_memory(device);
+}
+
+// How many rows ahead moments are posted in a grid. Not only instructions slow such rows: of 2048 x
+// 65537 bfloat16 they take 46 percent of the issue slots, and warps wait for a row's moments for 14
+// percent of the time. Two rows ahead, by blocks of up to 11 warps, whose four stages leave the L1
+// cache 60 KB for what is under way, 65537 .766 and .781 of a copy on an H200, 447 x 300001 .78 and
+// .82. (13 warps, which leave it 28 KB, .69, ten .78, nine .74; three rows ahead in ten warps, 28
+// KB as well, 200 x 600001 .65. In clusters, two rows ahead, 50257 .80 and .66, in a block 26001
+// .76 and .61.)
+int rows_ahead(const RingShape& shape, const ForwardProblem& problem,
+               const DeviceProperties& device) {
+  if (shape.grid_rows == 0) return 1;
+  if (is_slowed(problem, device)) return shape.threads <= kTwoAheadThreads ? 2 : 1;
+  const bool has_room = has_wide_parameters(problem) || shape.threads <= kAheadThreads;
+  return has_room ? kGridAhead : 1;
+}
+
 // The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
 // none where rows cannot be streamed so.
 //
@@ -268,12 +289,15 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   const bool large = device.large_clusters > 0;
   const bool held = chunks <= most * (large ? kLargeClusterSize : kMaxClusterSize);
   const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
-  const bool slowed = !by_memory && !wide && !has_slow_memory(device) && !request.cluster_size;
+  const bool slowed = is_slowed(problem, device) && !request.cluster_size;
   const bool rather_grid = slowed || (wide && !request.cluster_size);
   if (asks_for_grid(request) || !held || (rather_grid && chunks > most * kMaxClusterSize)) {
     constexpr int kWideThreads = kMaxWideThreads - kWarpSize;
     const int most_threads = wide ? kWideThreads : kMaxGridThreads;
-    const int threads = wide ? kWideThreads : by_memory ? kAheadThreads : kMaxGridThreads;
+    const int threads = wide                         ? kWideThreads
+                        : by_memory                  ? kAheadThreads
+                        : is_slowed(problem, device) ? kTwoAheadThreads
+                                                     : kMaxGridThreads;
     const auto grid =
         grid_shape(ceil_div(chunks, in_thread), threads, most_threads, true, device, request);
     if (grid || !held) return grid;
@@ -505,7 +529,7 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.threads_per_row = shape.threads;
   plan.in_grid = shape.grid_rows > 0;
   plan.exchange_warp = has_forward_exchange_warp(shape, problem, device, request);
-  plan.rows_ahead = plan.in_grid && (wide || shape.threads <= kAheadThreads) ? kGridAhead : 1;
+  plan.rows_ahead = rows_ahead(shape, problem, device);
   // Few rows are shared evenly, and those of blocks that are kept together. Of others, clusters
   // would rather be an odd number: with 64 instead of 65 they read rows a power of two apart, and
   // 4096 x 65536 reached .915.

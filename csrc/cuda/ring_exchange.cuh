@@ -2,6 +2,7 @@
 // a block, a cluster, or a grid that runs as a whole.
 #pragma once
 
+#include "backward_parameters.cuh"
 #include "grid_exchange.cuh"
 #include "ring_stage.cuh"
 
@@ -121,12 +122,12 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
   };
 
   // `served`: by a warp of its own.
-  __device__ __forceinline__ RingExchange(Storage& storage, int warps, int cluster_size,
+  __device__ __forceinline__ RingExchange(Storage& storage, const Turns& turns, int cluster_size,
                                           bool served, int warp, int lane = 0)
-      : Base(storage, warps, 0, warp, lane),
+      : Base(storage, static_cast<int>(turns.takers), 0, warp, lane),
         storage_(storage),
         pairs_(shared_address(&storage.blocks)),
-        warps_(warps),
+        turns_(turns),
         cluster_size_(cluster_size),
         served_(served) {
     float* const all = &storage.blocks[0][0];
@@ -146,7 +147,7 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
 
   // After post, at a warp's convenience.
   __device__ __forceinline__ void relay(int row) const {
-    if (!served_ && row % warps_ == this->warp_) send(row);
+    if (!served_ && turns_.taker(row) == this->warp_) send(row);
   }
 
   // The sums of a row that all blocks relay.
@@ -178,7 +179,8 @@ class RingExchange<RingSpan::kCluster, kKeepsLane> : public BlockExchange<1, kKe
   static constexpr unsigned kTurnBytes = 2 * kLargeClusterSize * sizeof(float);
   Storage& storage_;
   unsigned pairs_;
-  int warps_, cluster_size_;
+  const Turns& turns_;  // of its warps
+  int cluster_size_;
   bool served_;
 
   __device__ __forceinline__ void send(int row) const {

@@ -187,14 +187,24 @@ __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
 }
 
 // The sums over the blocks of a cluster, one after the other, from pairs that they have left in
-// shared memory.
+// shared memory; those of up to eight are read at once, and are zeros of blocks that do not exist.
+// (Two at a time, each waited for: 1024 x 131072 bfloat16, by clusters of 16, .855 of an
+// elementwise sum on an H200, .91 so, 8192 x 18432, by fives, .89 and .93.)
 __device__ __forceinline__ Sums<float> sum_block_pairs(unsigned pairs, int blocks) {
+  constexpr int kAtOnce = kMaxClusterSize;
   Sums<float> sums;
 #pragma unroll 1
-  for (int i = 0; i < blocks; i += 2) {
-    const float4 two = load_float4(pairs + i * 2 * static_cast<unsigned>(sizeof(float)));
-    sums.merge({two.x, two.y});
-    if (i + 1 < blocks) sums.merge({two.z, two.w});
+  for (int i = 0; i < blocks; i += kAtOnce) {
+    float4 two[kAtOnce / 2];
+#pragma unroll
+    for (int j = 0; j < kAtOnce / 2; ++j) {
+      two[j] = load_float4(pairs + (i + 2 * j) * 2 * static_cast<unsigned>(sizeof(float)));
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce / 2; ++j) {
+      sums.merge({two[j].x, two[j].y});
+      sums.merge({two[j].z, two[j].w});
+    }
   }
   return sums;
 }
