@@ -276,7 +276,7 @@ def test_limits_of_the_hardware(direction: str, dtype: str, gpu: tuple[int, int]
         )
         assert plan["cluster_size"] <= 8 or streams, where
         ahead = plan.get("rows_ahead", 1)
-        assert ahead == 1 or (ahead == 3 and in_grid and block <= 320), where
+        assert ahead == 1 or (in_grid and block <= {2: 352, 3: 320}[ahead]), where
         if plan["kernel"] not in FEW and not streams:
             assert (plan["kernel"] == "cluster") == (plan["cluster_size"] > 1), where
         assert plan["kernel"] not in ("cluster", *FEW) or gpu[1] >= 90, where
