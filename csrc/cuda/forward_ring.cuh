@@ -707,13 +707,9 @@ cudaError_t launch_ring_of(const ForwardArgs& args, const ForwardPlan& plan, voi
         if (plan.rows_ahead == 1) {
           return launch_ring<X, W, kVectorized, Span::kGrid, 1>(p, plan, stream);
         }
-        if constexpr (!kVectorized && kIs16Bit<X>) {
-          if (plan.rows_ahead == 2) {
-            return launch_ring<X, W, kVectorized, Span::kGrid, 2>(p, plan, stream);
-          }
-        }
       }
-      return launch_ring<X, W, kVectorized, Span::kGrid, kGridAhead>(p, plan, stream);
+      constexpr bool kTwo = !kVectorized && kIs16Bit<X> && kChunks == kForwardChunks;
+      return launch_ring<X, W, kVectorized, Span::kGrid, kTwo ? 2 : kGridAhead>(p, plan, stream);
     }
     if constexpr (!kVectorized) {
       if (plan.exchange_warp) {

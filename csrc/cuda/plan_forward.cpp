@@ -247,19 +247,20 @@ bool is_slowed(const ForwardProblem& problem, const DeviceProperties& device) {
          !has_wide_parameters(problem) && !has_slow_memory(device);
 }
 
-// How many rows ahead moments are posted in a grid. Not only instructions slow such rows: of 2048 x
-// 65537 bfloat16 they take 46 percent of the issue slots, and warps wait for a row's moments for 14
-// percent of the time. Two rows ahead, by blocks of up to 11 warps, whose four stages leave the L1
-// cache 60 KB for what is under way, 65537 .766 and .781 of a copy on an H200, 447 x 300001 .78 and
-// .82. (13 warps, which leave it 28 KB, .69, ten .78, nine .74; three rows ahead in ten warps, 28
-// KB as well, 200 x 600001 .65. In clusters, two rows ahead, 50257 .80 and .66, in a block 26001
-// .76 and .61.)
-int rows_ahead(const RingShape& shape, const ForwardProblem& problem,
-               const DeviceProperties& device) {
+// How many rows ahead moments are posted in a grid. Not only instructions slow rows that are not
+// aligned: of 2048 x 65537 bfloat16 they take 46 percent of the issue slots, and warps wait for a
+// row's moments for 14 percent of the time. Two rows ahead, by blocks of up to 11 warps, whose four
+// stages leave the L1 cache 60 KB for what is under way, 65537 .766 and .781 of a copy on an H200,
+// 447 x 300001 .78 and .83. (13 warps, which leave it 28 KB, .69, ten .78, nine .74; three rows
+// ahead in ten warps, 28 KB as well, 200 x 600001 .65. In clusters, two rows ahead, 50257 .80 and
+// .66, in a block 26001 .76 and .61.)
+int rows_ahead(const RingShape& shape, const ForwardProblem& problem) {
   if (shape.grid_rows == 0) return 1;
-  if (is_slowed(problem, device)) return shape.threads <= kTwoAheadThreads ? 2 : 1;
-  const bool has_room = has_wide_parameters(problem) || shape.threads <= kAheadThreads;
-  return has_room ? kGridAhead : 1;
+  if (has_wide_parameters(problem)) return kGridAhead;
+  if (size_in_bytes(problem.x_dtype) == 2 && !is_vectorized(problem)) {
+    return shape.threads <= kTwoAheadThreads ? 2 : 1;
+  }
+  return shape.threads <= kAheadThreads ? kGridAhead : 1;
 }
 
 // The ring holds rows as kRows and kCluster do, and those that they cannot hold by more blocks;
@@ -529,7 +530,7 @@ void shape_forward_ring(ForwardPlan& plan, const RingShape& shape, const Forward
   plan.threads_per_row = shape.threads;
   plan.in_grid = shape.grid_rows > 0;
   plan.exchange_warp = has_forward_exchange_warp(shape, problem, device, request);
-  plan.rows_ahead = rows_ahead(shape, problem, device);
+  plan.rows_ahead = rows_ahead(shape, problem);
   // Few rows are shared evenly, and those of blocks that are kept together. Of others, clusters
   // would rather be an odd number: with 64 instead of 65 they read rows a power of two apart, and
   // 4096 x 65536 reached .915.
