@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     Tile::template sum<false>(tiles, storage.tile);
     return;
   }
-  if constexpr (kCluster) cluster_arrive();
+  RowSumsExchange<kSpan>::begin(storage.sums);
   const int warp = threadIdx.x / kWarpSize;
   const int team = kShort ? threadIdx.x % kWarpSize / kLanes : 0;
   const int group = p.by_warps.quotient(warp);

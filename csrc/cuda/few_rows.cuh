@@ -150,13 +150,16 @@ struct RowSumsExchange {
     alignas(16) float blocks[kCluster ? 2 * kMaxClusterSize : 1];
   };
 
-  // In a cluster, before cluster_arrive: blocks that do not exist add zeros.
-  static __device__ __forceinline__ void prepare(Storage& storage) {
-    if (threadIdx.x < 2 * kMaxClusterSize) storage.blocks[threadIdx.x] = 0;
+  // At a kernel's start, by all threads of the block. In a cluster, blocks that do not exist add
+  // zeros, and none may write into one that has not started.
+  static __device__ __forceinline__ void begin(Storage& storage) {
+    if constexpr (kCluster) {
+      if (threadIdx.x < 2 * kMaxClusterSize) storage.blocks[threadIdx.x] = 0;
+      cluster_arrive();
+    }
   }
 
-  // All threads of the block come here; in a cluster, after cluster_arrive. `lane`: see
-  // sum_row_lanes.
+  // After `begin`, by all threads of the block. `lane`: see sum_row_lanes.
   static __device__ __forceinline__ Sums<float> sum(Storage& storage, Sums<float> sums, int lanes,
                                                     int warps, int group, int row_warp,
                                                     int cluster_size, int lane = 0) {
@@ -233,10 +236,7 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
     }
     return;
   }
-  if constexpr (kCluster) {
-    RowSumsExchange<kSpan>::prepare(storage.rows.sums);
-    cluster_arrive();
-  }
+  RowSumsExchange<kSpan>::begin(storage.rows.sums);
 
   const int warp = threadIdx.x / kWarpSize;
   const int lanes = kShort ? p.lanes : kWarpSize;
