@@ -20,8 +20,8 @@ struct Divisor {
   }
 };
 
-// By turns: whose it is. (By a division in the kernel, of 24 instructions that wait for each other,
-// 2048 x 65537 bfloat16 took 260 us on an H200, and 245 us so.)
+// By turns: whose it is. (By a division in the kernel, 24 instructions that wait for each other,
+// which took 8 percent of the time of 2048 x 65537 bfloat16 on an H200.)
 struct Turns {
   unsigned takers = 1, reciprocal = 0;
   Turns() = default;

@@ -12,7 +12,7 @@
 // Moments are exchanged through barriers in shared memory, one row ahead: a warp posts those of row
 // i + 1 before it waits for all of row i's. The warps of a block take turns in merging what the
 // block has and sending it to all blocks of the cluster, or a warp does nothing else; in a grid one
-// always does, and moments may be posted three rows ahead.
+// always does, and moments may be posted two or three rows ahead.
 #pragma once
 
 #include <cooperative_groups.h>

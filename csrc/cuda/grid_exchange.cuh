@@ -8,7 +8,7 @@
 //
 // A word has two numbers of a block and, as a tag, that of their row, so that who reads it knows
 // whose they are without another access. Rows take turns in kGridExchanges words. A warp posts row
-// i + n, n = 1 or 3, before it collects row i: so who posts row r has collected row r - n - 1. All
+// i + n, n = 1 to 3, before it collects row i: so who posts row r has collected row r - n - 1. All
 // blocks have posted that, whose warps have collected row r - 2 n - 2 by then: the row whose words
 // are written anew, or a later one. For that to hold all blocks are waited for, those without
 // columns too.

@@ -188,8 +188,9 @@ __device__ __forceinline__ Sums<float> sum_row_warps(float mine) {
 
 // The sums over the blocks of a cluster, one after the other, from pairs that they have left in
 // shared memory; those of up to eight are read at once, and are zeros of blocks that do not exist.
-// (Two at a time, each waited for: 1024 x 131072 bfloat16, by clusters of 16, .855 of an
-// elementwise sum on an H200, .91 so, 8192 x 18432, by fives, .89 and .93.)
+// (Two at a time, each waited for, and by a division whose turn it is to send them: 1024 x 131072
+// bfloat16, by clusters of 16, .855 of an elementwise sum on an H200, .91 without either, 8192 x
+// 18432, by fives, .89 and .93.)
 __device__ __forceinline__ Sums<float> sum_block_pairs(unsigned pairs, int blocks) {
   constexpr int kAtOnce = kMaxClusterSize;
   Sums<float> sums;
