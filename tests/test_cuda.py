@@ -462,6 +462,22 @@ def test_dw_and_db_alone_wherever_rows_begin(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [65, 66, 67, 100, 126, 129, 155, 191, 250, 257, 258, 333, 500, 511, 514, 601, 900, 901]
+)
+def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
+    """Of many rows that lie one behind the other, the last of them too: the bits of other rows."""
+    for rows in (5001, 5006, 5017):
+        x, _, weight, bias = _arguments(rows, cols, dtype)
+        assert plan_here("forward", rows, cols, dtype)["kernel"] == "elements"
+        check_forward(x, [cols], weight, bias)
+        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+            results = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)
+            others = ops.layer_norm_forward(_narrowed(x), [cols], *parameters, 1e-5, None)
+            assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("cols", [66, 100, 126, 250, 258, 514, 1026, 1500, 2500, 4094])
 def test_gradients_by_pairs_of_columns(
     force: Callable[..., None], cols: int, dtype: torch.dtype

@@ -231,6 +231,42 @@ __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
   return done != 0;
 }
 
+// Copies granules from device memory to shared memory; the barrier counts their bytes.
+__device__ __forceinline__ void copy_bulk(unsigned target, const void* source, int bytes,
+                                          unsigned barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+#endif
+}
+
+// Copies granules from shared memory, where all threads that wrote them have called
+// publish_to_copies before a barrier of the block, to device memory.
+__device__ __forceinline__ void store_bulk(void* target, unsigned source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(source), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void publish_to_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Waits until what this thread stores by store_bulk has been read.
+__device__ __forceinline__ void wait_bulk_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+
 // The address that `local`, of this block's shared memory, has in the block of rank `rank`.
 __device__ __forceinline__ unsigned remote_address(unsigned local, int rank) {
   unsigned remote = 0;
