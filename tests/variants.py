@@ -335,6 +335,11 @@ def calls(device: Device) -> Iterator[Call]:
                         for other in dict.fromkeys((dtype, torch.float32)):
                             yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
+            if dtype.itemsize == 2 and aligned:  # so many that the forward copies them in bulk
+                for lanes, columns, less in itertools.product((8, 16, 32), range(12, 33, 4), (1, 2)):
+                    rows, cols = 16 * device.sm_count + 5, lanes * columns - less
+                    for parameters in (dtype, torch.float32):
+                        yield Call("forward", rows, cols, dtype, dtype, parameters, aligned, ())
             if dtype.itemsize == 2:
                 eights = (("kernel", "ring"), ("cluster_size", 8), ("blocks", 16))
                 for cols in (16_392, 16_399):

@@ -291,7 +291,7 @@ struct BulkBlock {
 // float32, whose columns are single ones in any case: 131 .98 and .98, 257 .96 and .97.)
 template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing,
           class Block = BulkBlock<kSteps, kPairing>>
-__global__ void __launch_bounds__(Block::kThreads, Block::kBlocks)
+__global__ void __launch_bounds__(Block::kThreads, kStreams ? Block::kBlocks : 1)
     forward_bulk_elements(const ForwardParameters<X, X, W> p) {
   if (!kStreams) return;
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
