@@ -336,7 +336,9 @@ def calls(device: Device) -> Iterator[Call]:
                             yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
             if dtype.itemsize == 2 and aligned:  # so many that the forward copies them in bulk
-                for lanes, columns, less in itertools.product((8, 16, 32), range(12, 33, 4), (1, 2)):
+                for lanes, columns, less in itertools.product(
+                    (8, 16, 32), range(12, 33, 4), (1, 2)
+                ):
                     rows, cols = 16 * device.sm_count + 5, lanes * columns - less
                     for parameters in (dtype, torch.float32):
                         yield Call("forward", rows, cols, dtype, dtype, parameters, aligned, ())

@@ -308,6 +308,7 @@ __global__ void __launch_bounds__(Block::kThreads, kStreams ? Block::kBlocks : 1
     init_barrier(barrier, 1);
     publish_barriers();
   }
+  __syncwarp();  // racecheck takes the lanes of the warp for one another here
   start_block(p);
 
   // Elements after the last whole granule, of the last block, go one by one.
