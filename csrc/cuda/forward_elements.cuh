@@ -275,11 +275,13 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
 // 64 and 80 registers. Of a copy on an H200, 134 MB of bfloat16, in 48, 64 and 80: 67 columns .726,
 // .68, .68; 257 .66, .92, .85; 333 .57, .986, .95; 511 .485, .85, .963; 900 .76, .98, .99. Beyond
 // six steps odd rows are slower in 64 threads (257 .90, 511 .94), even ones in 128 (500 .97 for
-// .98, 126 .95 for .97).
-template <int kSteps, Pairing kPairing>
+// .98, 126 .95 for .97). Float16 takes more registers: as others have and with four steps more, 257
+// .82 and .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77 and .88.
+template <class X, int kSteps, Pairing kPairing>
 struct BulkBlock {
   static constexpr int kThreads = kPairing == Pairing::kAlternate && kSteps > 6 ? 128 : 64;
-  static constexpr int kWarps = kSteps > 12 ? 24 : kSteps > 6 ? 32 : 40;
+  static constexpr int kSize = kSteps + (std::is_same_v<X, Half> ? 4 : 0);
+  static constexpr int kWarps = kSize > 16 ? 20 : kSize > 12 ? 24 : kSize > 6 ? 32 : 40;
   static constexpr int kBlocks = kWarps * kWarpSize / kThreads;
 };
 
@@ -290,7 +292,7 @@ struct BulkBlock {
 // 257 .866 and .92, 333 .83 and .985, 449 .80 and .98, 511 .83 and .96, 901 .79 and .95. (Of
 // float32, whose columns are single ones in any case: 131 .98 and .98, 257 .96 and .97.)
 template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing,
-          class Block = BulkBlock<kSteps, kPairing>>
+          class Block = BulkBlock<X, kSteps, kPairing>>
 __global__ void __launch_bounds__(Block::kThreads, kStreams ? Block::kBlocks : 1)
     forward_bulk_elements(const ForwardParameters<X, X, W> p) {
   if (!kStreams) return;
@@ -479,7 +481,7 @@ bool may_copy_in_bulk(const ForwardParameters<X, X, W>& p, const ForwardPlan& pl
 template <class X, class W, int kLanes, int kSteps, Pairing kPairing>
 cudaError_t launch_bulk_elements(const ForwardParameters<X, X, W>& p, ForwardPlan plan,
                                  cudaStream_t stream) {
-  constexpr int kThreads = BulkBlock<kSteps, kPairing>::kThreads;
+  constexpr int kThreads = BulkBlock<X, kSteps, kPairing>::kThreads;
   plan.rows_per_block = kThreads / kLanes * kElementRows;
   plan.blocks = (p.rows + plan.rows_per_block - 1) / plan.rows_per_block;
   return launch_in_turns(forward_bulk_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,
