@@ -271,12 +271,13 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
                           static_cast<int>(rows < kWarpRows ? rows : kWarpRows) * cols);
 }
 
-// The blocks of forward_bulk_elements, and how many of them a multiprocessor holds at least, of 48,
-// 64 and 80 registers. Of a copy on an H200, 134 MB of bfloat16, in 48, 64 and 80: 67 columns .726,
-// .68, .68; 257 .66, .92, .85; 333 .57, .986, .95; 511 .485, .85, .963; 900 .76, .98, .99. Beyond
-// six steps odd rows are slower in 64 threads (257 .90, 511 .94), even ones in 128 (500 .97 for
-// .98, 126 .95 for .97). Float16 takes more registers: as others have and with four steps more, 257
-// .82 and .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77 and .88.
+// The blocks of forward_bulk_elements, and how many of them a multiprocessor holds at least: of 48,
+// 64 or 80 registers, of float16 up to 96. Of a copy on an H200, 134 MB of bfloat16, in 48, 64 and
+// 80: 67 columns .726, .68, .68; 257 .66, .92, .85; 333 .57, .986, .95; 511 .485, .85, .963; 900
+// .76, .98, .99. Beyond six steps odd rows are slower in 64 threads (257 .90, 511 .94), even ones
+// in 128 (500 .97 for .98, 126 .95 for .97). Float16 takes more registers: as others have and with
+// four steps more, 257 .82 and .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77
+// and .88.
 template <class X, int kSteps, Pairing kPairing>
 struct BulkBlock {
   static constexpr int kThreads = kPairing == Pairing::kAlternate && kSteps > 6 ? 128 : 64;
