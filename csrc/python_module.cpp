@@ -105,7 +105,7 @@ py::dict describe_block(const Plan& plan) {
 }
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
-              bool aligned, bool dx, bool dw_db, bool one_dtype, bool y_as_x,
+              bool aligned, bool contiguous, bool dx, bool dw_db, bool one_dtype, bool y_as_x,
               const std::optional<std::string>& dy_dtype, int sm_count, int compute_capability,
               int large_clusters, bool whole_grids, int memory_bandwidth,
               const std::optional<std::string>& kernel,
@@ -119,10 +119,11 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
-        {rows, cols, x_dtype, aligned, one_dtype, y_as_x}, device, request);
+        {rows, cols, x_dtype, aligned, one_dtype, y_as_x, contiguous}, device, request);
     py::dict result = describe_block(plan);
     result["rows_per_thread"] = plan.rows_per_thread;
     result["gathers"] = plan.gathers;
+    result["in_bulk"] = plan.in_bulk;
     result["more_warps"] = plan.more_warps;
     result["rows_ahead"] = plan.rows_ahead;
     result["shared_bytes"] = plan.shared_bytes;
@@ -134,10 +135,11 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   }
   const cuda::BackwardPlan plan = inspection::plan_backward(
       {rows, cols, x_dtype, dy_dtype ? find_named("dy_dtype", *dy_dtype, kDtypes) : x_dtype,
-       aligned, dx, dw_db},
+       aligned, dx, dw_db, contiguous},
       device, request);
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
+  result["bulk_stages"] = plan.bulk_stages;
   result["brakes"] = plan.brakes;
   result["run_columns"] = plan.run_columns;
   result["dx"] = plan.dx;
@@ -168,9 +170,9 @@ PYBIND11_MODULE(_C, m) {
   if (PyModule_AddFunctions(m.ptr(), functions) != 0) throw py::error_already_set();
   m.def("build_info", &fastnorm::build_info, "What this library was built from and for.");
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
-        py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("dx") = true,
-        py::arg("dw_db") = true, py::arg("one_dtype") = true, py::arg("y_as_x") = true,
-        py::arg("dy_dtype") = py::none(), py::arg("sm_count") = 132,
+        py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("contiguous") = false,
+        py::arg("dx") = true, py::arg("dw_db") = true, py::arg("one_dtype") = true,
+        py::arg("y_as_x") = true, py::arg("dy_dtype") = py::none(), py::arg("sm_count") = 132,
         py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
         py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),

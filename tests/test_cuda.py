@@ -478,6 +478,38 @@ def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols", [65, 66, 67, 79, 90, 127, 129, 130, 155, 191, 250, 257, 258, 333, 449, 500, 511]
+)
+def test_gradients_by_bulk_copies(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """Of many rows that lie one behind the other, the last of them too; dx has the bits that rows
+    have elsewhere, with any parameters and mask.
+    """
+    _skip_without_clusters("ring")
+    request = {"kernel": "elements", "weight_grads": "fused", "blocks": 2}
+    force(**request)
+    for rows in (1600, 1601, 1606, 1637):
+        plan = plan_here("backward", rows, cols, dtype, contiguous=True, **request)
+        assert plan["bulk_stages"] > 0
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        x, grad_out = _in_memory_of_nan(x, 8), _in_memory_of_nan(grad_out, 8)
+        expected = check_backward(grad_out, x, [cols], weight, bias)
+        again = check_backward(grad_out, x, [cols], weight, bias)
+        assert all(a.equal(b) for a, b in zip(expected, again, strict=True)), rows
+        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+            statistics = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)[1:]
+            dx, others = (
+                ops.layer_norm_backward(
+                    grad_out, rows_of_x, [cols], *statistics, *parameters, 1e-5, mask
+                )[0]
+                for rows_of_x, mask in ((x, [True, False, False]), (_narrowed(x), [True] * 3))
+            )
+            assert dx.equal(others), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("cols", [66, 100, 126, 250, 258, 514, 1026, 1500, 2500, 4094])
 def test_gradients_by_pairs_of_columns(
     force: Callable[..., None], cols: int, dtype: torch.dtype

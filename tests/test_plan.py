@@ -108,6 +108,36 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
         assert len(orders) == 1, f"{cols} columns: {orders}"
 
 
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_many_short_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
+    direction: str, dtype: str
+) -> None:
+    """Of 16 bits, within a warp, where kernels by column take them; in the order of others."""
+    widest = 1024 if direction == "forward" else 512
+    for cols, rows in itertools.product(range(65, 1100), (1000, 200_000)):
+        plan, others = (
+            _C.plan(direction, rows, cols, dtype, aligned=cols % 8 == 0, contiguous=contiguous)
+            for contiguous in (True, False)
+        )
+        in_bulk = plan.get("in_bulk") or plan.get("bulk_stages", 0) > 0
+        by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
+        many = SIZES[dtype] == 2 and rows > 1000
+        assert in_bulk == (many and by_column and plan["threads_per_row"] <= 32), (rows, cols)
+        assert not (in_bulk and cols >= widest)
+        assert not others.get("in_bulk")
+        assert not others.get("bulk_stages")
+        assert all(plan.get(field) == others.get(field) for field in SUMMATION), (rows, cols)
+        if in_bulk and direction == "backward":
+            assert plan["rows_per_block"] % 16 == 0  # of 16 bits: whole sectors of memory
+            assert plan["blocks"] == 132
+            stage = 2 * plan["rows_per_block"] * (2 * cols + 4)
+            assert 3 <= plan["bulk_stages"] <= 8
+            assert plan["bulk_stages"] * stage <= 112 * 1024
+            old = {"compute_capability": 80}
+            assert not _C.plan(direction, rows, cols, dtype, contiguous=True, **old)["bulk_stages"]
+
+
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -154,6 +154,8 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("merged"),
         plan.get("rows_ahead"),
         plan.get("most_ahead", 0) > 0,
+        plan.get("in_bulk"),
+        plan.get("bulk_stages", 0) > 0,
         direction == "forward" and plan["exchange_warp"],  # (in the backward in most widths anyway)
     )
 
@@ -342,6 +344,13 @@ def calls(device: Device) -> Iterator[Call]:
                     rows, cols = 16 * device.sm_count + 5, lanes * columns - less
                     for parameters in (dtype, torch.float32):
                         yield Call("forward", rows, cols, dtype, dtype, parameters, aligned, ())
+                # And the backward, of few blocks: the last of some tiles is not full.
+                two = (("kernel", "elements"), ("blocks", 2), ("weight_grads", "fused"))
+                for lanes, columns, less in itertools.product(
+                    (8, 16, 32), range(10, 17, 2), (1, 2)
+                ):
+                    rows, cols = 12_288 // lanes + 5, lanes * columns - less
+                    yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, two)
             if dtype.itemsize == 2:
                 eights = (("kernel", "ring"), ("cluster_size", 8), ("blocks", 16))
                 for cols in (16_392, 16_399):
@@ -374,6 +383,7 @@ def two_of_each(calls: list[Call], device: Device, slow: float) -> tuple[list[Ca
         parameters = call.parameters or call.dtype
         asked = {
             "dtype": DTYPE_OF_BYTES[call.dtype.itemsize], "aligned": call.aligned,
+            "contiguous": call.aligned,
             **asdict(device),
             **dict(_dtypes(call.direction, call.dtype, call.other, parameters)),
             **dict(call.request),

@@ -82,10 +82,10 @@ Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef no
   if (args.rows > 0) {
     unify_parameters(call);
     run(input, [&](const cuda::DeviceProperties& device, auto launch) {
-      const cuda::ForwardPlan plan =
-          cuda::plan_forward({args.rows, args.cols, args.x_dtype, cuda::is_aligned(args),
-                              has_one_dtype(args), args.y_dtype == args.x_dtype},
-                             device, forced_plan());
+      const cuda::ForwardPlan plan = cuda::plan_forward(
+          {args.rows, args.cols, args.x_dtype, cuda::is_aligned(args), has_one_dtype(args),
+           args.y_dtype == args.x_dtype, cuda::is_contiguous(args)},
+          device, forced_plan());
       return launch(cuda::forward, args, plan);
     });
   }
@@ -109,7 +109,7 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
     run(input, [&](const cuda::DeviceProperties& device, auto launch) {
       const cuda::BackwardPlan plan = cuda::plan_backward(
           {args.rows, args.cols, args.x_dtype, args.dy_dtype, cuda::is_aligned(args),
-           args.dx != nullptr, args.dw != nullptr || args.db != nullptr},
+           args.dx != nullptr, args.dw != nullptr || args.db != nullptr, cuda::is_contiguous(args)},
           device, forced_plan());
       return launch(cuda::backward, args, plan);
     });

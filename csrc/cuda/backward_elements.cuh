@@ -12,115 +12,14 @@
 
 #include <algorithm>
 
+#include "backward_bulk.cuh"
 #include "backward_tiny.cuh"
+#include "element_columns.cuh"
 #include "few_rows.cuh"
 #include "partial_sums.cuh"
 #include "ring_exchange.cuh"
 
 namespace fastnorm::cuda {
-
-// A lane's columns of a row: kSteps steps of pairs of 16-bit columns or of single ones of float32,
-// kStep columns apart, of which the first kWhole certainly exist. kPaired: rows have an even number
-// of columns and begin at whole words, so that pairs move as such. Of an elementwise sum on an
-// H200, single columns and so: bfloat16 66 .715 and .80, 126 .745 and .835, 258 .79 and .855, 514
-// .67 and .715, 1100 .795 and .84; but 300 .87 and .87.
-template <class X, int kSteps, int kWhole, int kStep, bool kPaired>
-struct ElementColumns {
-  static constexpr int kCount = kSideBySide<X>;
-  using Values = float[kSteps][kCount];
-
-  // `left`: columns of the row from this lane's first on.
-  static __device__ __forceinline__ bool has(int s, int i, int left) {
-    return s < kWhole || s * kStep + i < left;
-  }
-
-  // The sums of (x - mean) * dy * weight and of dy * weight.
-  static __device__ __forceinline__ Sums<float> sum(const Values& x, const Values& dy,
-                                                    const Values& weight, float mean) {
-    Sums<float> parts[2];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        Sums<float>& part = parts[(s * kCount + i) % 2];
-        const float wdy = dy[s][i] * weight[s][i];
-        part.xhat_wdy = fma(x[s][i] - mean, wdy, part.xhat_wdy);
-        part.wdy += wdy;
-      }
-    }
-    parts[0].merge(parts[1]);
-    return parts[0];
-  }
-
-  // From device memory; zero if they do not exist.
-  static __device__ __forceinline__ void load_global(Values& values, const X* first, int left) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        values[s][i] = has(s, i, left) ? widen(first[s * kStep + i]) : 0;
-      }
-    }
-  }
-
-  // The weight from column `begin` of the row on; ones where there is none.
-  static __device__ __forceinline__ void load_weight(Values& values, const void* weight,
-                                                     DType dtype, int begin, int left) {
-    const bool is_wide = kIs16Bit<X> && dtype == DType::kFloat32;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int at = begin + s * kStep + i;
-        values[s][i] = 1;
-        if (weight != nullptr && has(s, i, left)) {
-          values[s][i] = is_wide ? static_cast<const float*>(weight)[at]
-                                 : widen(static_cast<const X*>(weight)[at]);
-        }
-      }
-    }
-  }
-
-  // From shared memory, where this lane's first column is at `address`. Behind the last column
-  // there is room, and nothing of use: those that do not exist are zero.
-  static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
-    constexpr auto kSize = static_cast<unsigned>(sizeof(X));
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if constexpr (kPaired) {
-        const auto pair = load_pair<X>(address + s * kStep * kSize);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) values[s][i] = pair.template get<float>(i);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          values[s][i] = load_element<X>(address + (s * kStep + i) * kSize);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[s][i] = has(s, i, left) ? values[s][i] : 0;
-    }
-  }
-
-  // Into shared memory, likewise.
-  static __device__ __forceinline__ void store(const Values& values, unsigned address, int left) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      Pack<X, 2> pair;
-      pair.set_pair(0, values[s][0], values[s][kCount - 1]);
-      constexpr auto kSize = static_cast<unsigned>(sizeof(X));
-      if constexpr (kPaired) {
-        if (has(s, 0, left)) put_pair(address + s * kStep * kSize, pair);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const unsigned place = address + (s * kStep + i) * kSize;
-          if (has(s, i, left)) put_element(place, pair.element(i));
-        }
-      }
-    }
-  }
-};
 
 // The column where the run of the row's warp w begins.
 template <bool kShort, class X>
@@ -291,7 +190,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
 #pragma unroll 1
   for (int s = 0; s < kStages; ++s) copy_row(ring + s * kStageBytes);
-  float dw[kSteps][kCount] = {}, db[kSteps][kCount] = {};
+  Values dw = {}, db = {};
   let_next_kernel_start();
 
   // ---- a row
@@ -316,17 +215,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     const unsigned mine = slot + shifted + column * kSize;  // in the place of x
     __syncwarp();                                           // all lanes have read x
     Values out;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float centred = x_values[s][i] - mean;
-        const float scaled = dy_values[s][i] * rstd;
-        dw[s][i] = fma(scaled, centred, dw[s][i]);
-        db[s][i] += dy_values[s][i];
-        out[s][i] = gradient.dx(centred, scaled, weight[s][i]);
-      }
-    }
+    Columns::finish(out, dw, db, x_values, dy_values, weight, gradient);
     amid();
     Columns::store(out, mine, left);
     __syncwarp();
@@ -459,37 +348,18 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
 
   // ---- one row of partial sums per cluster
 
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
-        dw[s][i] += __shfl_xor_sync(kAllLanes, dw[s][i], offset);
-        db[s][i] += __shfl_xor_sync(kAllLanes, db[s][i], offset);
-      }
-    }
-  }
+  Columns::template sum_teams<kLanes>(dw);
+  Columns::template sum_teams<kLanes>(db);
   const int last_rank = find_rank();  // anew, or it would be kept in a register through all rows
   const int block_begin = begin_of(last_rank * p.warps);
   const int block_columns = begin_of((last_rank + 1) * p.warps) - block_begin;
   const int width = (block_columns + 3) / 4 * 4;
   float* const staging = reinterpret_cast<float*>(ring_memory);
-  const auto stage = [&](const float (&values)[kSteps][kCount], float* target) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (Columns::has(s, i, left)) {
-          target[begin - block_begin + column + s * kStep + i] = values[s][i];
-        }
-      }
-    }
-  };
+  float* const mine = staging + group * width + begin - block_begin + column;
   __syncthreads();
   if (team == 0) {
-    stage(dw, staging + group * width);
-    stage(db, staging + (p.groups + group) * width);
+    Columns::put_sums(dw, mine, left);
+    Columns::put_sums(db, mine + p.groups * width, left);
   }
   leave_partials<false>(p, staging, width, block_begin, p.merged, cluster_size);
 }
@@ -583,6 +453,9 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
           .in_clusters(std::max(plan.cluster_size, plan.slices))
           .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
                                               tiles);
+    }
+    if constexpr (kIs16Bit<X> && kSpan == RingSpan::kWarp) {
+      if (plan.bulk_stages > 0) return launch_backward_bulk<X, kLanes, kPairs>(p, plan, stream);
     }
     if (threads > kMaxThreadsPerRow) return cudaErrorInvalidValue;
     const auto launch = [&](auto paired) {

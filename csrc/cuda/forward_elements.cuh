@@ -274,13 +274,11 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
 // The blocks of forward_bulk_elements, and how many of them a multiprocessor holds at least: of 48,
 // 64 or 80 registers, of float16 up to 96. Of a copy on an H200, 134 MB of bfloat16, in 48, 64 and
 // 80: 67 columns .726, .68, .68; 257 .66, .92, .85; 333 .57, .986, .95; 511 .485, .85, .963; 900
-// .76, .98, .99. Beyond six steps odd rows are slower in 64 threads (257 .90, 511 .94), even ones
-// in 128 (500 .97 for .98, 126 .95 for .97). Float16 takes more registers: as others have and with
-// four steps more, 257 .82 and .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77
-// and .88.
+// .76, .98, .99. Float16 takes more registers: as others have and with four steps more, 257 .82 and
+// .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77 and .88.
 template <class X, int kSteps, Pairing kPairing>
 struct BulkBlock {
-  static constexpr int kThreads = kPairing == Pairing::kAlternate && kSteps > 6 ? 128 : 64;
+  static constexpr int kThreads = bulk_threads(2 * kSteps, kPairing == Pairing::kAll);
   static constexpr int kSize = kSteps + (std::is_same_v<X, Half> ? 4 : 0);
   static constexpr int kWarps = kSize > 16 ? 20 : kSize > 12 ? 24 : kSize > 6 ? 32 : 40;
   static constexpr int kBlocks = kWarps * kWarpSize / kThreads;
@@ -292,11 +290,12 @@ struct BulkBlock {
 // .98, 900 .815 and .99; odd 67 .685 and .725, 129 .78 and .79, 155 .85 and .98, 191 .80 and .87,
 // 257 .866 and .92, 333 .83 and .985, 449 .80 and .98, 511 .83 and .96, 901 .79 and .95. (Of
 // float32, whose columns are single ones in any case: 131 .98 and .98, 257 .96 and .97.)
-template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing,
-          class Block = BulkBlock<X, kSteps, kPairing>>
-__global__ void __launch_bounds__(Block::kThreads, kStreams ? Block::kBlocks : 1)
+template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing>
+__global__ void __launch_bounds__((BulkBlock<X, kSteps, kPairing>::kThreads),
+                                  kStreams ? BulkBlock<X, kSteps, kPairing>::kBlocks : 1)
     forward_bulk_elements(const ForwardParameters<X, X, W> p) {
   if (!kStreams) return;
+  using Block = BulkBlock<X, kSteps, kPairing>;
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
   using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows, kPairing>;
   constexpr int kWarpRows = kWarpSize / kLanes * kRows;
@@ -468,27 +467,6 @@ Pairing find_pairing(const ForwardParameters<X, X, W>& p) {
   return p.cols % 2 == 0 ? Pairing::kAll : Pairing::kAlternate;
 }
 
-// Whether rows lie one behind the other from a granule on, and are many: 200 x 250 bfloat16 took
-// 5.8 us on an H200, 6.2 us by bulk copies. Those are of capability 9.0, and so are launches that
-// overlap.
-template <class X, class W>
-bool may_copy_in_bulk(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan) {
-  constexpr int64_t kRows = 16;  // for each multiprocessor
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.y);
-  return plan.overlap_launches && p.rows >= kRows * plan.sm_count && p.x_row_stride == p.cols &&
-         addresses % kChunkBytes == 0;
-}
-
-template <class X, class W, int kLanes, int kSteps, Pairing kPairing>
-cudaError_t launch_bulk_elements(const ForwardParameters<X, X, W>& p, ForwardPlan plan,
-                                 cudaStream_t stream) {
-  constexpr int kThreads = BulkBlock<X, kSteps, kPairing>::kThreads;
-  plan.rows_per_block = kThreads / kLanes * kElementRows;
-  plan.blocks = (p.rows + plan.rows_per_block - 1) / plan.rows_per_block;
-  return launch_in_turns(forward_bulk_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,
-                         dim3(kThreads), p, plan, stream);
-}
-
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
@@ -499,8 +477,11 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
     if constexpr (holds_elements<X, W>(kLanes, kColumns, kPairing)) {
       constexpr int kSteps = kColumns / kSideBySide<X>;
       if constexpr (kIs16Bit<X> && kPairing != Pairing::kNone) {
-        if (may_copy_in_bulk(p, plan)) {
-          return launch_bulk_elements<X, W, kLanes, kSteps, kPairing>(p, plan, stream);
+        if (plan.in_bulk) {
+          constexpr int kThreads = BulkBlock<X, kSteps, kPairing>::kThreads;
+          return launch_in_turns(
+              forward_bulk_elements<X, W, kLanes, kSteps, kElementRows, kPairing>, dim3(kThreads),
+              p, plan, stream);
         }
       }
       return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <initializer_list>
 #include <mutex>
 
 #include "backward.cuh"
@@ -20,6 +21,12 @@ bool is_aligned(const void* data, DType dtype, int64_t row_stride, int64_t eleme
   const int64_t access = std::min<int64_t>(kChunkBytes, elements * size_in_bytes(dtype));
   return reinterpret_cast<uintptr_t>(data) % access == 0 &&
          row_stride * size_in_bytes(dtype) % access == 0;
+}
+
+bool start_granules(std::initializer_list<const void*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0;
+  });
 }
 
 // The capability that kernels may be planned for: without code for 9.0 or later, as in a build for
@@ -95,6 +102,15 @@ bool is_aligned(const BackwardArgs& args) {
          is_aligned(args.dy, args.dy_dtype, args.dy_row_stride, chunk) &&
          is_aligned(args.dx, args.x_dtype, args.cols, chunk) &&
          is_aligned(args.weight, args.weight_dtype, 0, chunk);
+}
+
+bool is_contiguous(const ForwardArgs& args) {
+  return args.x_row_stride == args.cols && start_granules({args.x, args.y});
+}
+
+bool is_contiguous(const BackwardArgs& args) {
+  return args.x_row_stride == args.cols && args.dy_row_stride == args.cols &&
+         start_granules({args.x, args.dy, args.dx, args.mean, args.rstd});
 }
 
 cudaError_t forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,

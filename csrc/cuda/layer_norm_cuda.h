@@ -22,6 +22,10 @@ std::vector<int> compiled_architectures();
 bool is_aligned(const ForwardArgs& args);
 bool is_aligned(const BackwardArgs& args);
 
+// Whether rows can be copied as they lie in memory: see ForwardProblem and BackwardProblem.
+bool is_contiguous(const ForwardArgs& args);
+bool is_contiguous(const BackwardArgs& args);
+
 // Where weight and bias are both given they must have one dtype. `workspace` holds
 // plan.workspace_bytes, aligned to 16, and needs no initial value.
 cudaError_t forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,

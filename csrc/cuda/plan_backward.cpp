@@ -379,7 +379,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   }
   const bool streams = stream.elements || stream.ring;
   const int64_t resident_blocks =
-      stream.elements ? shape_elements(plan, *stream.elements, problem, device)
+      stream.elements ? shape_elements(plan, *stream.elements, problem, device, request)
       : stream.ring   ? shape_ring(plan, *stream.ring, problem, device, request)
                       : shape_rows(plan, chunks, device, request);
   Groups groups;

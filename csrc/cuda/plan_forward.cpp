@@ -96,6 +96,22 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   }
 }
 
+// Whether x and y of a block are copied as a whole: 16-bit rows of a warp and less that lie one
+// behind the other, and are many. 200 x 250 bfloat16 took 5.8 us on an H200, 6.2 us in bulk.
+bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
+                    const DeviceProperties& device) {
+  constexpr int64_t kRows = 16;  // for each multiprocessor
+  return device.compute_capability >= 90 && problem.contiguous &&
+         size_in_bytes(problem.x_dtype) == 2 && plan.columns_per_thread > kTinyColumns &&
+         plan.threads_per_row <= kWarpSize && problem.rows >= kRows * device.sm_count;
+}
+
+void shape_bulk(ForwardPlan& plan, const ForwardProblem& problem) {
+  plan.in_bulk = true;
+  const int threads = bulk_threads(plan.columns_per_thread, has_even_columns(problem));
+  plan.rows_per_block = threads / plan.threads_per_row * kElementRows;
+}
+
 // The chunks that each lane of a row has in registers: four, or more where that takes a warp less
 // of two, three or four. What a warp has to do beside its chunks, alone and with others, is worth
 // two or three of them. Of a copy, on an H200, with four chunks and so: bfloat16 1032, 1152, 1280
@@ -583,6 +599,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       break;
     case Kernel::kElements:
       shape_elements(plan, problem);
+      if (copies_in_bulk(plan, problem, device)) shape_bulk(plan, problem);
       break;
     case Kernel::kFewRows:
     case Kernel::kFewElements:

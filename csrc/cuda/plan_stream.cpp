@@ -645,9 +645,45 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
   return merged == 2 ? (all ? sms : blocks) / 2 * 2 : resident_clusters(4, 1, device) * 4;
 }
 
+namespace {
+
+int rows_in_bulk(const BackwardPlan& plan) {
+  const int warps = bulk_warps(plan.threads_per_row, plan.columns_per_thread);
+  return warps * (kWarpSize / plan.threads_per_row) * kBulkRows;
+}
+
+// Whether tiles of rows are copied in bulk: 16-bit rows of a warp and less that lie one behind the
+// other, if there are many for each multiprocessor. Of an elementwise sum on an H200, by lanes and
+// so: bfloat16 8192 x 257 .57 and .585, 32768 x 257 .67 and .69, 16384 x 129 .52 and .53, 65536 x
+// 129 .64 and .685, but 8192 x 511 .58 and .57, 32768 x 511 .725 both; dx alone of 8192, 32768 and
+// 65536 x 257 .68, .785, .795 and .675, .765, .805.
+bool copies_in_bulk(const BackwardPlan& plan, const BackwardProblem& problem,
+                    const DeviceProperties& device, const PlanRequest& request) {
+  constexpr int64_t kTurns = 8;
+  const int64_t blocks = request.blocks.value_or(device.sm_count);
+  return device.compute_capability >= 90 && problem.contiguous && has_one_dtype(problem) &&
+         size_in_bytes(problem.x_dtype) == 2 && plan.threads_per_row <= kWarpSize &&
+         plan.cluster_size == 1 && problem.rows >= kTurns * rows_in_bulk(plan) * blocks;
+}
+
+// Tiles of them on their way: more are slower, perhaps as they come from memory ever farther ahead.
+// Of an elementwise sum on an H200, by two, three, ... stages: bfloat16 500 columns (32 KB each)
+// .86, .90, .88; 333 (21 KB) -, .90, .92, .90; 257 (16 KB) -, .82, .91, .935, .92, .90, .90; 191
+// (24 KB) -, .925, .90, .865; 90 (23 KB) -, .92, .91, .91; but 67 (26 KB), whose 12 warps are kept
+// busy, -, .89, .92.
+int bulk_stages(const BackwardPlan& plan, int64_t cols) {
+  constexpr int kFewWarps = 8, kFewWarpsBytes = 88 << 10, kLeast = 3;
+  const bool few = bulk_warps(plan.threads_per_row, plan.columns_per_thread) == kFewWarps;
+  const int bytes = few ? kFewWarpsBytes : kMostBulkBytes;
+  return std::clamp(bytes / bulk_stage_bytes(rows_in_bulk(plan), cols), kLeast, kMostBulkStages);
+}
+
+}  // namespace
+
 // Rows by column: how many a block works on at a time, and how many blocks there are.
 int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
-                       const BackwardProblem& problem, const DeviceProperties& device) {
+                       const BackwardProblem& problem, const DeviceProperties& device,
+                       const PlanRequest& request) {
   plan.kernel = Kernel::kElements;
   plan.chunks_per_thread = backward_chunks(problem.x_dtype);
   plan.columns_per_thread = shape.columns;
@@ -659,6 +695,11 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return int64_t{kTinyBlocks} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
+  if (copies_in_bulk(plan, problem, device, request)) {
+    plan.rows_per_block = rows_in_bulk(plan);
+    plan.bulk_stages = bulk_stages(plan, problem.cols);
+    return device.sm_count;
+  }
   // On an H100 fewer rows at a time: 257 columns of bfloat16 .89 of an elementwise sum with 16 of
   // them, .915 with 12, 1317 .91 with five, .94 with three; but float32 769 .94 with four, .93 with
   // three.

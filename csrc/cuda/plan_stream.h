@@ -50,7 +50,8 @@ bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperti
 int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardProblem& problem,
                    const DeviceProperties& device, const PlanRequest& request);
 int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
-                       const BackwardProblem& problem, const DeviceProperties& device);
+                       const BackwardProblem& problem, const DeviceProperties& device,
+                       const PlanRequest& request);
 
 // Of `groups`, blocks or clusters of them that hold rows, so many merge their partial sums.
 int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& problem,

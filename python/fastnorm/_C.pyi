@@ -28,6 +28,7 @@ def plan(
     dtype: DtypeName,
     *,
     aligned: bool = True,
+    contiguous: bool = False,
     dx: bool = True,
     dw_db: bool = True,
     one_dtype: bool = True,
