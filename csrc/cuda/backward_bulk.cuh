@@ -124,30 +124,31 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
   }
 }
 
-// The sums of two rows over the kLanes lanes of each team, in the order of sum_row_lanes, by one
-// chain of shuffles.
+// The sums of two rows over the kLanes lanes of each team, by one chain of shuffles, in the order
+// of sum_row_lanes: from the farthest lane on where the team is a warp, from the nearest one else.
+// First those of each row go to different lanes, then the rows.
 template <int kLanes>
 __device__ __forceinline__ void sum_two_rows(Sums<float> (&sums)[kBulkRows]) {
-  const int lane = threadIdx.x % kLanes;
-  const bool upper = lane >= kLanes / 2, second = (lane & (kLanes / 4)) != 0;
-  float halves[kBulkRows];
+  constexpr bool kWarp = kLanes == kWarpSize;
+  constexpr int kFirst = kWarp ? kLanes / 2 : 1, kSecond = kWarp ? kLanes / 4 : 2;
+  const bool other_sum = threadIdx.x & kFirst, other_row = threadIdx.x & kSecond;
+  float rows[kBulkRows];
 #pragma unroll
   for (int r = 0; r < kBulkRows; ++r) {
-    const float mine = upper ? sums[r].wdy : sums[r].xhat_wdy;
-    const float other = upper ? sums[r].xhat_wdy : sums[r].wdy;
-    halves[r] = mine + __shfl_xor_sync(kAllLanes, other, kLanes / 2);
+    const float given = other_sum ? sums[r].xhat_wdy : sums[r].wdy;
+    rows[r] = other_sum ? sums[r].wdy : sums[r].xhat_wdy;
+    rows[r] += __shfl_xor_sync(kAllLanes, given, kFirst);
   }
-  float mine = second ? halves[1] : halves[0];
-  mine += __shfl_xor_sync(kAllLanes, second ? halves[0] : halves[1], kLanes / 4);
+  float mine = other_row ? rows[1] : rows[0];
+  mine += __shfl_xor_sync(kAllLanes, other_row ? rows[0] : rows[1], kSecond);
 #pragma unroll
-  for (int offset = kLanes / 8; offset > 0; offset /= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  for (int i = 4; i < kLanes; i *= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, kWarp ? kLanes / 2 / i : i);
   }
 #pragma unroll
   for (int r = 0; r < kBulkRows; ++r) {
-    const int source = r * (kLanes / 4);
-    sums[r].xhat_wdy = __shfl_sync(kAllLanes, mine, source, kLanes);
-    sums[r].wdy = __shfl_sync(kAllLanes, mine, source + kLanes / 2, kLanes);
+    sums[r].xhat_wdy = __shfl_sync(kAllLanes, mine, r * kSecond, kLanes);
+    sums[r].wdy = __shfl_sync(kAllLanes, mine, r * kSecond + kFirst, kLanes);
   }
 }
 
@@ -260,7 +261,8 @@ __global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSi
 template <class X, int kLanes, int kPairs>
 cudaError_t launch_backward_bulk(const RingParameters<X>& p, const BackwardPlan& plan,
                                  cudaStream_t stream) {
-  const auto launch = [&](auto kernel) {
+  const auto launch = [&](auto even) {
+    const auto kernel = backward_bulk<X, kLanes, kPairs, decltype(even)::value>;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error =
         allow_blocks(reinterpret_cast<const void*>(kernel), kMostBulkBytes, false, prepared);
@@ -269,8 +271,7 @@ cudaError_t launch_backward_bulk(const RingParameters<X>& p, const BackwardPlan&
         .with_shared(plan.bulk_stages * bulk_stage_bytes(plan.rows_per_block, p.cols))
         .in_clusters(plan.merged)(kernel, p, plan.bulk_stages);
   };
-  return p.cols % 2 == 0 ? launch(backward_bulk<X, kLanes, kPairs, true>)
-                         : launch(backward_bulk<X, kLanes, kPairs, false>);
+  return p.cols % 2 == 0 ? launch(std::true_type()) : launch(std::false_type());
 }
 
 }  // namespace fastnorm::cuda
