@@ -194,7 +194,12 @@ __global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSi
   } else {
     Values weight;
     Columns::load_weight(weight, p.weight, p.weight_dtype, column, left);
-    const int own = (warp * kTeams + team) * kBulkRows;  // the first of this lane's rows in a tile
+    // The rows of a warp's teams are as far apart as puts them into different banks of shared
+    // memory, if so many warps can.
+    int apart = kLanes / (cols & -cols);
+    while (kWarps % apart != 0) apart /= 2;
+    const int pair = warp / apart * (apart * kTeams) + team * apart + warp % apart;
+    const int own = pair * kBulkRows;  // the first of this lane's rows in a tile
     const unsigned memory = shared_address(bulk_memory);
     unsigned mine = memory + own * tile.row_bytes + column * kSize;
     unsigned mine_of_statistics =
