@@ -22,8 +22,10 @@ namespace fastnorm::cuda {
 // .855 and .915.
 enum class Pairing { kNone, kAll, kAlternate };
 
-// kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane.
-template <class X, int kLanes, int kSteps, int kWhole, int kRows, Pairing kPairing>
+// kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane:
+// in registers (kHeld), or in shared memory, where they are read anew for each pass.
+template <class X, int kLanes, int kSteps, int kWhole, int kRows, Pairing kPairing,
+          bool kHeld = true>
 class ElementTile {
  public:
   static constexpr int kCount = kSideBySide<X>;
@@ -56,27 +58,9 @@ class ElementTile {
     }
   }
 
-  // The same from shared memory, where the row is at `row`.
-  __device__ __forceinline__ void load_shared(int r, unsigned row) {
-    constexpr int kSize = static_cast<int>(sizeof(X));
-    const unsigned mine = row + column_ * kSize;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if constexpr (kPairing != Pairing::kNone) {
-        if (is_paired(r, s)) {
-          Pack<X, 2> pair = {};
-          if (has(s, 0)) pair = load_pair<X>(mine + s * kStep * kSize);
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) values_[r][s][i] = pair.template get<float>(i);
-          continue;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        values_[r][s][i] = 0;
-        if (has(s, i)) values_[r][s][i] = load_element<X>(mine + (s * kStep + i) * kSize);
-      }
-    }
+  // Row r stays in shared memory, at `row`.
+  __device__ __forceinline__ void leave(int r, unsigned row) {
+    rows_[r] = row + column_ * static_cast<int>(sizeof(X));
   }
 
   // Of the columns that a warp's lanes, or kLanes of them, have of each row, `cols` together.
@@ -97,16 +81,22 @@ class ElementTile {
       for (int r = 0; r < kRows; ++r) {
         float first[kFirst];
 #pragma unroll
-        for (int i = 0; i < kFirst; ++i) first[i] = values_[r][i / kCount][i % kCount];
+        for (int i = 0; i < kFirst; ++i) {
+          float values[kCount];
+          read(r, i / kCount, values);
+          first[i] = values[i % kCount];
+        }
         const float reference = reference_point(tree_mean(first));
         threads[r] = {reference, 0, 0, count};
         float sums[2] = {}, squares[2] = {};  // two chains each
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
+          float values[kCount];
+          read(r, s, values);
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
             const int chain = (s * kCount + i) % 2;
-            const float difference = values_[r][s][i] - reference;
+            const float difference = values[i] - reference;
             const float delta = has(s, i) ? difference : 0.f;
             sums[chain] = fma(delta, Moments::kShare, sums[chain]);
             squares[chain] = fma(delta, delta, squares[chain]);
@@ -124,12 +114,13 @@ class ElementTile {
         float sums[2] = {}, squares[2] = {};  // two chains each
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
+          float values[kCount];  // zero if they do not exist
+          read(r, s, values);
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
             const int chain = (s * kCount + i) % 2;
-            const float value = values_[r][s][i];  // zero if it does not exist
-            sums[chain] += value;
-            squares[chain] = fma(value, value, squares[chain]);
+            sums[chain] += values[i];
+            squares[chain] = fma(values[i], values[i], squares[chain]);
           }
         }
         threads[r] = {sums[0] + sums[1], squares[0] + squares[1]};
@@ -156,8 +147,10 @@ class ElementTile {
         parameter(bias != nullptr, lane_bias, s, 0.f, biases);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
+          float values[kCount];
+          read(r, s, values);
           const auto y = [&](int i) {
-            const float xhat = (values_[r][s][i] - sets[r].mean) * rstd[r];
+            const float xhat = (values[i] - sets[r].mean) * rstd[r];
             return fma(xhat, weights[i], biases[i]);
           };
           X* const target = place(r) + column_ + s * kStep;
@@ -200,9 +193,35 @@ class ElementTile {
   }
 
  private:
-  float values_[kRows][kSteps][kCount];
-  const int column_;  // this lane's first
-  const int left_;    // columns from there on
+  float values_[kRows][kSteps][kCount];  // if kHeld, and else
+  unsigned rows_[kRows];                 // where this lane's columns begin
+  const int column_;                     // this lane's first
+  const int left_;                       // columns from there on
+
+  // This lane's columns of step s of row r; zeros where there are none.
+  __device__ __forceinline__ void read(int r, int s, float (&values)[kCount]) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = values_[r][s][i];
+    } else {
+      constexpr int kSize = static_cast<int>(sizeof(X));
+      const unsigned mine = rows_[r] + s * kStep * kSize;
+      if constexpr (kPairing != Pairing::kNone) {
+        if (is_paired(r, s)) {
+          Pack<X, 2> pair = {};
+          if (has(s, 0)) pair = load_pair<X>(mine);
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) values[i] = pair.template get<float>(i);
+          return;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = 0;
+        if (has(s, i)) values[i] = load_element<X>(mine + i * kSize);
+      }
+    }
+  }
 
   static __device__ __forceinline__ bool is_paired(int r, int s) {
     return kPairing == Pairing::kAll || (r % 2 == 0 && has_whole(s));
@@ -271,38 +290,30 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
                           static_cast<int>(rows < kWarpRows ? rows : kWarpRows) * cols);
 }
 
-// The blocks of forward_bulk_elements, and how many of them a multiprocessor holds at least: of 48,
-// 64 or 80 registers, of float16 up to 96. Of a copy on an H200, 134 MB of bfloat16, in 48, 64 and
-// 80: 67 columns .726, .68, .68; 257 .66, .92, .85; 333 .57, .986, .95; 511 .485, .85, .963; 900
-// .76, .98, .99. Float16 takes more registers: as others have and with four steps more, 257 .82 and
-// .86, 250 .845 and .995, 333 .74 and .97, 511 .83 and .955, 89 .77 and .88.
-template <class X, int kSteps, Pairing kPairing>
-struct BulkBlock {
-  static constexpr int kThreads = bulk_threads(2 * kSteps, kPairing == Pairing::kAll);
-  static constexpr int kSize = kSteps + (std::is_same_v<X, Half> ? 4 : 0);
-  static constexpr int kWarps = kSize > 16 ? 20 : kSize > 12 ? 24 : kSize > 6 ? 32 : 40;
-  static constexpr int kBlocks = kWarps * kWarpSize / kThreads;
-};
+// Blocks of forward_bulk_elements that a multiprocessor holds at least, of 40 registers, in which
+// none of them spills.
+constexpr int kBulkBlocks = kStreams ? 48 * kWarpSize / kElementRowThreads : 1;
 
 // The same of 16-bit rows that lie one behind the other, as they lie in memory: x of a block comes
-// by one bulk copy, and y takes its place and leaves by another. Of a copy on an H200, 134 MB of
-// bfloat16, as above and so: 82 columns .84 and .875, 126 .91 and .97, 250 .88 and .98, 500 .88 and
-// .98, 900 .815 and .99; odd 67 .685 and .725, 129 .78 and .79, 155 .85 and .98, 191 .80 and .87,
-// 257 .866 and .92, 333 .83 and .985, 449 .80 and .98, 511 .83 and .96, 901 .79 and .95. (Of
-// float32, whose columns are single ones in any case: 131 .98 and .98, 257 .96 and .97.)
+// by one bulk copy, and y takes its place and leaves by another. Lanes read x from shared memory
+// once for the moments and once more for y. Of a copy on an H200, 134 MB of bfloat16, as above,
+// held in 48 to 80 registers between the two, and so: 97 columns -, .79, .88; 126 .91, .96, .98;
+// 129 .78, .83, .95; 191 .80, .83, .98; 225 .70, .845, .96; 257 .866, .95, .96; 333 .83, .86, .98;
+// 750 -, .88, .98; but 67 .685, .765, .74, 250 .88, .985, .965; 500 .88, .99, .97; 511 .83, .97,
+// .95. (Of float32, whose columns are single ones in any case, as above and held: 131 .98 and .98,
+// 257 .96 and .97.)
 template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing>
-__global__ void __launch_bounds__((BulkBlock<X, kSteps, kPairing>::kThreads),
-                                  kStreams ? BulkBlock<X, kSteps, kPairing>::kBlocks : 1)
+__global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
     forward_bulk_elements(const ForwardParameters<X, X, W> p) {
   if (!kStreams) return;
-  using Block = BulkBlock<X, kSteps, kPairing>;
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
-  using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows, kPairing>;
-  constexpr int kWarpRows = kWarpSize / kLanes * kRows;
-  constexpr int kBlockRows = Block::kThreads / kWarpSize * kWarpRows;
-  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
-  constexpr int kCapacity = kBlockRows * kSteps * Tile::kStep;
-  __shared__ alignas(kChunkBytes) X stage[kCapacity];
+  using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows, kPairing, false>;
+  constexpr int kWarps = kElementRowThreads / kWarpSize;
+  constexpr int kTeams = kWarpSize / kLanes;
+  constexpr int kBlockRows = kWarps * kTeams * kRows;
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr int kElements = kChunkBytes / kSize;
+  __shared__ alignas(kChunkBytes) X stage[kBlockRows * kSteps * Tile::kStep];
   __shared__ uint64_t barrier_storage;
   const unsigned barrier = shared_address(&barrier_storage);
   const int thread = static_cast<int>(threadIdx.x);
@@ -313,48 +324,67 @@ __global__ void __launch_bounds__((BulkBlock<X, kSteps, kPairing>::kThreads),
   __syncwarp();  // racecheck takes the lanes of the warp for one another here
   start_block(p);
 
-  // Elements after the last whole granule, of the last block, go one by one.
+  // The block's first row, each time anew, or what follows from it would stay in registers.
+  const auto find_first_row = [] {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return int64_t{block} * kBlockRows;
+  };
   const int cols = static_cast<int>(p.cols);
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kBlockRows;
-  const int rows = static_cast<int>(min(p.rows - first_row, int64_t{kBlockRows}));
-  const int end = rows * cols, whole = end / kElements * kElements;
-  const int whole_bytes = whole * static_cast<int>(sizeof(X));
-  const X* const x = p.x + first_row * p.cols;
-  if (thread == 0) {
-    arrive_and_expect(barrier, whole_bytes);
-    copy_bulk(shared_address(stage), x, whole_bytes, barrier);
-  }
-  if (whole + thread < end) stage[whole + thread] = x[whole + thread];
+  const auto elements_from = [&](int64_t row) {
+    return static_cast<int>(min(p.rows - row, int64_t{kBlockRows})) * cols;
+  };
+  // Elements after the last whole granule, of the last block, go one by one.
+  const auto copy_in = [&](int64_t row) {
+    const int end = elements_from(row), whole = end / kElements * kElements;
+    const X* const x = p.x + row * p.cols;
+    if (thread == 0) {
+      arrive_and_expect(barrier, whole * kSize);
+      copy_bulk(shared_address(stage), x, whole * kSize, barrier);
+    }
+    if (whole + thread < end) stage[whole + thread] = x[whole + thread];
+  };
+  copy_in(find_first_row());
   __syncthreads();
   wait_barrier<false>(barrier, 0);
 
-  const int row = thread / kLanes * kRows;  // of the block's, this lane's first
-  const int lane_rows = rows - row;
+  // The first of this lane's rows in the block. Teams of a warp read side by side, so their rows
+  // are as far apart as puts them into different banks of shared memory. Where so many warps cannot
+  // do that, four teams come close to it as far apart as they can be: of a copy on an H200, from
+  // banks that follow from neighbouring rows and so, 129 columns of bfloat16 .67 and .95, 191 .70
+  // and .98, 225 .68 and .96. Two do not (257 .94 for .96).
+  int apart = kLanes / (cols & -cols);
+  if (kWarps % apart != 0) apart = kTeams > 2 ? kWarps : 1;
+  const int warp = thread / kWarpSize, team = thread % kWarpSize / kLanes;
+  const int own = (warp / apart * apart * kTeams + team * apart + warp % apart) * kRows;
+  X* const staged = stage + own * cols;
   Tile tile(cols);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    tile.load_shared(r, shared_address(stage + (row + r) * cols));
-  }
+  for (int r = 0; r < kRows; ++r) tile.leave(r, shared_address(staged + r * cols));
   SetMoments<float> sets[kRows];
   float rstd[kRows];
   tile.moments(sets, cols, p.inverse_cols);
+  const int64_t row = find_first_row() + own;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
-    if (thread % kLanes == 0 && r < lane_rows) {
-      p.mean[first_row + row + r] = sets[r].mean;
-      p.rstd[first_row + row + r] = rstd[r];
+    if (thread % kLanes == 0 && row + r < p.rows) {
+      p.mean[row + r] = sets[r].mean;
+      p.rstd[row + r] = rstd[r];
     }
   }
   // Each lane in the place of what it has read. (There is room for rows that do not exist.)
-  X* const staged = stage + row * cols;
   tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * cols; });
   publish_to_copies();
   __syncthreads();
 
-  X* const y = p.y + first_row * p.cols;
-  if (thread == 0) store_bulk(y, shared_address(stage), whole_bytes);
-  if (whole + thread < end) y[whole + thread] = stage[whole + thread];
+  const auto copy_out = [&](int64_t row) {
+    const int end = elements_from(row), whole = end / kElements * kElements;
+    X* const y = p.y + row * p.cols;
+    if (thread == 0) store_bulk(y, shared_address(stage), whole * kSize);
+    if (whole + thread < end) y[whole + thread] = stage[whole + thread];
+  };
+  copy_out(find_first_row());
   if (thread == 0) wait_bulk_reads();
 }
 
@@ -478,10 +508,9 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
       constexpr int kSteps = kColumns / kSideBySide<X>;
       if constexpr (kIs16Bit<X> && kPairing != Pairing::kNone) {
         if (plan.in_bulk) {
-          constexpr int kThreads = BulkBlock<X, kSteps, kPairing>::kThreads;
           return launch_in_turns(
-              forward_bulk_elements<X, W, kLanes, kSteps, kElementRows, kPairing>, dim3(kThreads),
-              p, plan, stream);
+              forward_bulk_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,
+              dim3(kElementRowThreads), p, plan, stream);
         }
       }
       return launch_in_turns(forward_elements<X, W, kLanes, kSteps, kElementRows, kPairing>,

@@ -142,15 +142,8 @@ constexpr int tiny_rows_per_lane(int element_bytes) { return element_bytes == 2 
 // Rows that a lane of kElements holds together, which share what it reads of weight and bias.
 constexpr int kElementRows = 2;
 
-// Of rows that kElements copies in bulk, in the forward: threads of a block that holds rows of so
-// many columns in a lane. (Beyond six steps of a pair odd rows are slower in 64, of a copy on an
-// H200 bfloat16 257 columns .90 for .92, 511 .94 for .96, even ones in 128, 500 .97 for .98, 126
-// .95 for .97.)
-constexpr int bulk_threads(int columns_per_thread, bool even) {
-  return !even && columns_per_thread > 12 ? 128 : 64;
-}
-
-// The same in the backward: rows that a lane takes at a time; warps of a block that have rows,
+// Of rows that kElements copies in bulk in the backward: those that a lane takes at a time; warps
+// of a block that have rows,
 // beside one that copies; stages of a block, at most; and what a stage of so many rows takes: x,
 // dy, mean and rstd. The shortest rows take 12 warps (67 columns of bfloat16 .92 of an elementwise
 // sum on an H200, .895 in eight); others have more registers.

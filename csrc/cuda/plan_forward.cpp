@@ -106,12 +106,6 @@ bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
          plan.threads_per_row <= kWarpSize && problem.rows >= kRows * device.sm_count;
 }
 
-void shape_bulk(ForwardPlan& plan, const ForwardProblem& problem) {
-  plan.in_bulk = true;
-  const int threads = bulk_threads(plan.columns_per_thread, has_even_columns(problem));
-  plan.rows_per_block = threads / plan.threads_per_row * kElementRows;
-}
-
 // The chunks that each lane of a row has in registers: four, or more where that takes a warp less
 // of two, three or four. What a warp has to do beside its chunks, alone and with others, is worth
 // two or three of them. Of a copy, on an H200, with four chunks and so: bfloat16 1032, 1152, 1280
@@ -599,7 +593,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       break;
     case Kernel::kElements:
       shape_elements(plan, problem);
-      if (copies_in_bulk(plan, problem, device)) shape_bulk(plan, problem);
+      plan.in_bulk = copies_in_bulk(plan, problem, device);
       break;
     case Kernel::kFewRows:
     case Kernel::kFewElements:
