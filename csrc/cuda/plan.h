@@ -142,11 +142,11 @@ constexpr int tiny_rows_per_lane(int element_bytes) { return element_bytes == 2 
 // Rows that a lane of kElements holds together, which share what it reads of weight and bias.
 constexpr int kElementRows = 2;
 
-// Of rows that kElements copies in bulk in the backward: those that a lane takes at a time; warps
-// of a block that have rows,
-// beside one that copies; stages of a block, at most; and what a stage of so many rows takes: x,
-// dy, mean and rstd. The shortest rows take 12 warps (67 columns of bfloat16 .92 of an elementwise
-// sum on an H200, .895 in eight); others have more registers.
+// Of rows that kElements copies in bulk in the backward: those that a lane takes at a time; stages
+// of a block, at most, and their shared memory; warps of a block that have rows, beside one that
+// copies; and what a stage of so many rows takes: x, dy, mean and rstd. The shortest rows take 12
+// warps (67 columns of bfloat16 .92 of an elementwise sum on an H200, .895 in eight); others have
+// more registers.
 constexpr int kBulkRows = 2;
 constexpr int kMostBulkStages = 8;
 constexpr int kMostBulkBytes = 112 << 10;
