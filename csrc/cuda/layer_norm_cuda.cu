@@ -23,6 +23,7 @@ bool is_aligned(const void* data, DType dtype, int64_t row_stride, int64_t eleme
          row_stride * size_in_bytes(dtype) % access == 0;
 }
 
+// Whether all of them start at multiples of 16 bytes, whatever their dtypes.
 bool start_granules(std::initializer_list<const void*> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const void* data) {
     return reinterpret_cast<uintptr_t>(data) % kChunkBytes == 0;
