@@ -217,10 +217,15 @@ __global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSi
       }
       const unsigned second = mine + tile.row_bytes;
       Values x[kBulkRows], dy[kBulkRows];
-      Columns::load(x[0], mine, left);
-      Columns::load(dy[0], mine + tile.tensor_bytes(), left);
-      Second::load(x[1], second, left);
-      Second::load(dy[1], second + tile.tensor_bytes(), left);
+      if constexpr (kEven) {
+        Columns::template load<false>(x[0], mine, left);
+        Columns::template load<false>(dy[0], mine + tile.tensor_bytes(), left);
+      } else {
+        Columns::load_odd(x[0], mine, left);
+        Columns::load_odd(dy[0], mine + tile.tensor_bytes(), left);
+      }
+      Second::template load<false>(x[1], second, left);
+      Second::template load<false>(dy[1], second + tile.tensor_bytes(), left);
       Sums<float> sums[kBulkRows];
 #pragma unroll
       for (int r = 0; r < kBulkRows; ++r) sums[r] = Columns::sum(x[r], dy[r], weight, mean[r]);

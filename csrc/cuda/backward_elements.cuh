@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const auto load_row = [&](Values& x_values, Values& dy_values, unsigned slot, unsigned x_offset,
                             unsigned dy_offset) {
     const unsigned mine = slot + column * kSize;
-    Columns::load(x_values, mine + x_offset % kChunkBytes, left);
-    Columns::load(dy_values, mine + kTensorBytes + dy_offset % kChunkBytes, left);
+    Columns::template load<true>(x_values, mine + x_offset % kChunkBytes, left);
+    Columns::template load<true>(dy_values, mine + kTensorBytes + dy_offset % kChunkBytes, left);
   };
 
   int64_t row = first;

@@ -67,24 +67,47 @@ struct ElementColumns {
     }
   }
 
-  // From shared memory, where this lane's first column is at `address`. Behind the last column
-  // there is room, and nothing of use: those that do not exist are zero.
+  // From shared memory, where this lane's first column is at `address`; zero if they do not exist.
+  // kRoom: what lies behind a row may be read, which saves some of the kernels registers.
+  template <bool kRoom>
   static __device__ __forceinline__ void load(Values& values, unsigned address, int left) {
     constexpr auto kSize = static_cast<unsigned>(sizeof(X));
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
+      const unsigned place = address + s * kStep * kSize;
       if constexpr (kPaired) {
-        const auto pair = load_pair<X>(address + s * kStep * kSize);
+        Pack<X, 2> pair = {};
+        if (kRoom || has(s, 0, left)) pair = load_pair<X>(place);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) values[s][i] = pair.template get<float>(i);
       } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          values[s][i] = load_element<X>(address + (s * kStep + i) * kSize);
+          values[s][i] = 0;
+          if (kRoom || has(s, i, left)) values[s][i] = load_element<X>(place + i * kSize);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) values[s][i] = has(s, i, left) ? values[s][i] : 0;
+      for (int i = 0; i < kCount; ++i) {
+        if (kRoom && !has(s, i, left)) values[s][i] = 0;
+      }
+    }
+  }
+
+  // Those that exist of a row of an odd number of columns, which begins at a whole word.
+  static __device__ __forceinline__ void load_odd(Values& values, unsigned address, int left) {
+    constexpr auto kSize = static_cast<unsigned>(sizeof(X));
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const unsigned place = address + s * kStep * kSize;
+      if (has(s, 1, left)) {
+        const auto pair = load_pair<X>(place);
+        values[s][0] = pair.template get<float>(0);
+        values[s][1] = pair.template get<float>(1);
+      } else {
+        values[s][0] = has(s, 0, left) ? load_element<X>(place) : 0;
+        values[s][1] = 0;
+      }
     }
   }
 
