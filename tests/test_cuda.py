@@ -463,7 +463,11 @@ def test_dw_and_db_alone_wherever_rows_begin(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
-    "cols", [65, 66, 67, 100, 126, 129, 155, 191, 250, 257, 258, 333, 500, 511, 514, 601, 900, 901]
+    "cols",
+    [
+        *(65, 66, 67, 100, 126, 129, 155, 191, 250, 257, 258, 333, 500, 511, 514, 601, 900, 901),
+        *(1089, 1102, 1317, 1601, 1802, 2201, 2302, 2601, 3001, 3301, 3602, 4097, 5001, 5502, 5631),
+    ],
 )
 def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
     """Of many rows that lie one behind the other, the last of them too: the bits of other rows."""
@@ -479,7 +483,12 @@ def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
-    "cols", [65, 66, 67, 79, 90, 127, 129, 130, 155, 191, 250, 257, 258, 333, 449, 500, 511]
+    "cols",
+    [
+        *(65, 66, 67, 79, 90, 127, 129, 130, 155, 191, 250, 257, 258, 333, 449, 500, 511),
+        *(513, 641, 770, 1023, 1101, 1102, 1537, 2047, 2050, 2601, 3001, 4095, 4500, 5001, 6002),
+        6145,
+    ],
 )
 def test_gradients_by_bulk_copies(
     force: Callable[..., None], cols: int, dtype: torch.dtype
@@ -490,7 +499,7 @@ def test_gradients_by_bulk_copies(
     _skip_without_clusters("ring")
     request = {"kernel": "elements", "weight_grads": "fused", "blocks": 2}
     force(**request)
-    for rows in (1600, 1601, 1606, 1637):
+    for rows in (1600, 1601, 1606, 1637) if cols < 1024 else (480, 485):
         plan = plan_here("backward", rows, cols, dtype, contiguous=True, **request)
         assert plan["bulk_stages"] > 0
         x, grad_out, weight, bias = _arguments(rows, cols, dtype)

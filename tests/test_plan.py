@@ -22,12 +22,10 @@ SUMMATION = (
     "kernel", "chunks_per_thread", "columns_per_thread", "threads_per_row", "cluster_size",
     "segments", "run_columns",
 )  # fmt: skip
-# 16-bit rows that end within a chunk and yet are not taken by column: few of their lanes are idle,
-# or a cluster holds them.
-IN_RING = (
-    901, 1023, 1025, 1087, 1801, 2047, 2049, 2175, 2601, 3001, 4095, 4097, 5001, 7001, 8191, 8193,
-    12_289, 16_385, 24_001, 32_767, 50_257,
-)  # fmt: skip
+# 16-bit rows that end within a chunk and yet are not taken by column where memory is fast, and some
+# more where it is slow.
+IN_RING = (1001, 1023, 1535, 2047, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767, 50_257)
+IN_SLOW_RING = (901, 1025, 1087, 1801, 2049, 2175, 2601, 3001, 4095, 4097, 5001)
 # These hold a row in the same threads and add in the same order; in the forward also the ring and
 # rows, in one block.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
@@ -110,12 +108,12 @@ def test_order_of_summation_depends_on_width_dtype_and_device_alone(
 
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_many_short_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
+def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
     direction: str, dtype: str
 ) -> None:
-    """Of 16 bits, within a warp, where kernels by column take them; in the order of others."""
-    widest = 1024 if direction == "forward" else 512
-    for cols, rows in itertools.product(range(65, 1100), (1000, 200_000)):
+    """Of 16 bits, where kernels by column take them, in the order of others."""
+    forward = direction == "forward"
+    for cols, rows in itertools.product((*range(65, 1100), *range(1101, 9000, 97)), (200, 200_000)):
         plan, others = (
             _C.plan(direction, rows, cols, dtype, aligned=cols % 8 == 0, contiguous=contiguous)
             for contiguous in (True, False)
@@ -123,19 +121,28 @@ def test_many_short_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
         in_bulk = plan.get("in_bulk") or plan.get("bulk_stages", 0) > 0
         by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
         many = SIZES[dtype] == 2 and rows > 1000
-        assert in_bulk == (many and by_column and plan["threads_per_row"] <= 32), (rows, cols)
-        assert not (in_bulk and cols >= widest)
+        fits = cols <= (5632 if forward else 6272)
+        assert in_bulk == (many and by_column and fits), (rows, cols)
+        if many and (cols < 480 or 2048 < cols < 2976 or 4160 < cols < 4960):
+            assert in_bulk == (cols % 8 != 0 and not (forward and cols in range(111, 128, 2))), cols
         assert not others.get("in_bulk")
         assert not others.get("bulk_stages")
         assert all(plan.get(field) == others.get(field) for field in SUMMATION), (rows, cols)
-        if in_bulk and direction == "backward":
-            assert plan["rows_per_block"] % 16 == 0  # of 16 bits: whole sectors of memory
-            assert plan["blocks"] == 132
-            stage = 2 * plan["rows_per_block"] * (2 * cols + 4)
-            assert 3 <= plan["bulk_stages"] <= 8
-            assert plan["bulk_stages"] * stage <= 112 * 1024
+        if in_bulk and not forward:
+            tile = plan["rows_per_block"]
+            assert tile % (16 if plan["threads_per_row"] <= 32 else 2) == 0
+            assert plan["blocks"] == 132 or (plan["merged"] == 4 and plan["blocks"] > 112)
+            sectors = -(-2 * tile * cols // 32) + 1, -(-8 * tile // 32)
+            stage = 32 * (2 * sectors[0] + sectors[1])
+            assert 2 <= plan["bulk_stages"] <= 8
+            assert plan["bulk_stages"] * stage <= 136 * 1024
+            warps = tile // 2 * plan["threads_per_row"] // 32
+            assert 6 <= warps < 16
             old = {"compute_capability": 80}
             assert not _C.plan(direction, rows, cols, dtype, contiguous=True, **old)["bulk_stages"]
+            slow = {"memory_bandwidth": 3352}
+            slow_plan = _C.plan(direction, rows, cols, dtype, contiguous=True, **slow)
+            assert (slow_plan["bulk_stages"] > 0) == (cols <= 512)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")
@@ -427,11 +434,10 @@ def test_the_ring_takes_float32_gradients_of_16_bit_rows(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
-    small = (33, 65, 257, 513, 850, 1201, 2177, 3073)
+    small = (33, 65, 257, 513, 850, 1201, 2177, 3073, *IN_SLOW_RING)
     in_ring = () if dtype == "float32" else IN_RING
-    # Of 13 warps, and of 12 with columns behind chunks.
-    wide = (65_537, 122_879) if dtype == "float32" else (6145, 6601)
-    for cols in (*small, *(set(IN_RING) - set(in_ring)), *wide):
+    wide = (65_537, 122_879, *IN_RING) if dtype == "float32" else (6145, 6601)
+    for cols in (*small, *wide):
         for rows in (1, 60_000):
             plan = _C.plan("backward", rows, cols, dtype)
             few = rows == 1 and cols > 64 and plan["cluster_size"] <= 8
@@ -449,11 +455,12 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     if dtype != "float32":
         for cols in (6657, 69_633, 80_001, 131_071):
             assert _C.plan("backward", 60_000, cols, dtype)["kernel"] == "ring"
-    for cols in in_ring:
-        for rows in (1, 60_000):
-            plan = _C.plan("backward", rows, cols, dtype)
+    for bandwidth, widths in ((4800, IN_RING), (3352, IN_RING + IN_SLOW_RING)):
+        for cols, rows in itertools.product(widths if dtype != "float32" else (), (1, 60_000)):
+            problem = {"memory_bandwidth": bandwidth, "contiguous": True}
+            plan = _C.plan("backward", rows, cols, dtype, **problem)
             assert plan["kernel"] == ("few_rows" if rows == 1 else "ring")
-            forced = _C.plan("backward", rows, cols, dtype, kernel="elements")
+            forced = _C.plan("backward", rows, cols, dtype, kernel="elements", **problem)
             assert forced["kernel"] == "elements"
 
 
@@ -481,8 +488,9 @@ def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None
     if dtype == "float32":
         assert not widths
         return
-    assert {1025, 4097, 8193, 32_769, 50_257, 131_073} <= widths
-    assert min(widths) > 1024
+    assert {8193, 32_769, 50_257, 131_073} <= widths
+    assert ({1025, 4097} <= widths) == (bandwidth < 4000)
+    assert min(widths) > (1024 if bandwidth < 4000 else 8192)
     for cols in widths:
         call = {"memory_bandwidth": bandwidth}
         wide = _C.plan("backward", 9, cols, dtype, dy_dtype="float32", **call)
@@ -557,7 +565,7 @@ def test_wide_blocks_hold_rows_in_registers(dtype: str) -> None:
 
 
 def test_slow_memory_has_more_uneven_rows_in_the_ring() -> None:
-    for cols, fast in ((901, "ring"), (1101, "elements"), (1201, "elements"), (3073, "elements")):
+    for cols, fast in ((1001, "ring"), (901, "elements"), (1201, "elements"), (3073, "elements")):
         for bandwidth, kernel in ((4800, fast), (3352, "ring")):
             plan = _C.plan("backward", 100_000, cols, "bfloat16", memory_bandwidth=bandwidth)
             assert plan["kernel"] == kernel
@@ -700,8 +708,9 @@ FASTER_BY_COLUMN = {
 FASTER_IN_CHUNKS = {
     2: (257, 1023, 2049, 3001),
     4: (449, 511, 513, 517, 529, 643, 769, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
-    8: (937, 1023, 1025, 1033, 1101, 1501, 1751, 2047, 2049, 2101, 2401, 2901, 3001),
+    8: (937, 1023, 1025, 1033, 2047, 4095, 6001),
 }
+FASTER_IN_BULK = (1101, 1501, 1751, 2049, 2101, 2401, 2901, 3001, 3601, 5001)  # 16 bits
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -735,7 +744,13 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             else:
                 assert kernel(cols, capability) == "rows", cols
             assert kernel(cols, capability, y_as_x=False) == in_chunks, cols
-        assert kernel(3073, capability) == kernel(4095, capability, y_as_x=False) == "rows"
+        in_bulk = FASTER_IN_BULK if chunk == 8 else ()
+        for cols in in_bulk:
+            expected = "elements" if capability >= 90 else "rows"
+            assert kernel(cols, capability) == expected, cols
+            assert kernel(cols, capability, memory_bandwidth=3352) == "rows", cols
+            assert kernel(cols, capability, y_as_x=False) == "rows", cols
+        assert kernel(4095, capability) == kernel(4095, capability, y_as_x=False) == "rows"
         if dtype in ("bfloat16", "float16") and capability >= 90:
             for cols, expected in ((1801, "elements"), (2049, "rows"), (12_289, "rows")):
                 assert kernel(cols, capability, one_dtype=False) == expected, cols
@@ -1086,7 +1101,6 @@ def test_rows_brake_where_fast_memory_is_asked_for_too_much(dtype: str) -> None:
             (5120, True): (2, True, 115),
             (4096, True): (2, False, 115),
             (2047, False): (4, False, 132),
-            (6001, False): (1, False, 132),
             (7001, False): (1, True, 132),
             (8191, False): (1, True, 132),
             (20_480, True): (1, False, None),  # in clusters

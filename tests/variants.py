@@ -339,17 +339,20 @@ def calls(device: Device) -> Iterator[Call]:
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
             if dtype.itemsize == 2 and aligned:  # so many that the forward copies them in bulk
                 for lanes, columns, less in itertools.product(
-                    (8, 16, 32), range(12, 33, 4), (1, 2)
+                    (8, 16, 32, 64), range(12, 33, 4), (1, 2)
                 ):
+                    if lanes == 64:  # which have chunks where those fill the lanes
+                        less += 64
                     rows, cols = 16 * device.sm_count + 5, lanes * columns - less
                     for parameters in (dtype, torch.float32):
                         yield Call("forward", rows, cols, dtype, dtype, parameters, aligned, ())
                 # And the backward, of few blocks: the last of some tiles is not full.
                 two = (("kernel", "elements"), ("blocks", 2), ("weight_grads", "fused"))
                 for lanes, columns, less in itertools.product(
-                    (8, 16, 32), range(10, 17, 2), (1, 2)
+                    (8, 16, 32, 64, 448), range(10, 17, 2), (1, 2)
                 ):
-                    rows, cols = 12_288 // lanes + 5, lanes * columns - less
+                    rows = {64: 453, 448: 21}.get(lanes, 12_288 // lanes + 5)
+                    cols = lanes * columns - less
                     yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, two)
             if dtype.itemsize == 2:
                 eights = (("kernel", "ring"), ("cluster_size", 8), ("blocks", 16))

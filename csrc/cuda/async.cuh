@@ -231,6 +231,11 @@ __device__ __forceinline__ bool has_ended(unsigned barrier, int parity) {
   return done != 0;
 }
 
+// Meets the other warps of a group of `warps` of them.
+__device__ __forceinline__ void meet_group(int group, int warps) {
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(warps * kWarpSize) : "memory");
+}
+
 // Copies granules from device memory to shared memory; the barrier counts their bytes.
 __device__ __forceinline__ void copy_bulk(unsigned target, const void* source, int bytes,
                                           unsigned barrier) {

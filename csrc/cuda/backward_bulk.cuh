@@ -14,16 +14,20 @@
 
 namespace fastnorm::cuda {
 
-// Where a tile of `rows` rows lies in a stage: x, dy, mean and rstd, one behind the other.
+// Where a tile of `rows` rows lies in a stage: x, dy, mean and rstd, one behind the other, x and dy
+// as far behind a whole sector of shared memory as they are behind one of device memory.
+//
+// If they are not, bulk copies take longer, and with them everything: of an elementwise sum on an
+// H200, from a whole granule on and so, bfloat16 1023 columns .80 and .88, 1101 .80 and .88, 4095
+// .81 and .85, 5001 .81 and .855, 7001 .76 and .845.
 struct BulkTile {
-  int rows;
-  int row_bytes;
+  int rows, cols;
 
-  __device__ __forceinline__ int tensor_bytes() const { return rows * row_bytes; }
+  __device__ __forceinline__ int tensor_bytes() const { return bulk_tensor_bytes(rows, cols); }
   __device__ __forceinline__ int statistic_bytes() const {
     return rows * static_cast<int>(sizeof(float));
   }
-  __device__ __forceinline__ int bytes() const { return 2 * (tensor_bytes() + statistic_bytes()); }
+  __device__ __forceinline__ int bytes() const { return bulk_stage_bytes(rows, cols); }
 };
 
 // The ring's barriers: `full` when a tile has arrived, `written` when dx has taken the place of x.
@@ -51,56 +55,74 @@ struct BulkTurn {
   }
 };
 
-// Of `count` elements from `source` on those behind the last whole granule, by a warp, and zeros
-// for what is missing of `capacity`.
-template <class T>
-__device__ __forceinline__ void fill_rest(T* target, const T* source, int count, int capacity) {
-  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(T));
-  const int lane = threadIdx.x % kWarpSize;
-  for (int at = count / kElements * kElements + lane; at < capacity; at += kWarpSize) {
-    target[at] = at < count ? source[at] : T();
-  }
+__device__ __forceinline__ int granules_down(int bytes) { return bytes & -kChunkBytes; }
+__device__ __forceinline__ int granules_up(int bytes) {
+  return granules_down(bytes + kChunkBytes - 1);
 }
 
 // What the warp that copies does: `count` tiles, from row `first` on and each `step` rows behind
-// the one before.
-template <class X>
+// the one before. kShort: tiles of at least 16 rows, which begin at whole sectors, with mean and
+// rstd. Others begin anywhere, and are copied by the granules in which they lie.
+template <bool kShort, class X>
 __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const BulkTile& tile,
                                            const BulkBarriers& barriers, unsigned char* memory,
                                            int stages, int64_t first, int64_t step, int count) {
-  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(X));
   const int lane = threadIdx.x % kWarpSize;
-  const int cols = static_cast<int>(p.cols);
+  const int row_bytes = tile.cols * static_cast<int>(sizeof(X));
   const auto rows_from = [&](int64_t row) {
     return static_cast<int>(min(p.rows - row, static_cast<int64_t>(tile.rows)));
+  };
+  const auto offset_of = [&](int64_t row) {
+    return kShort ? 0 : static_cast<int>(row * row_bytes % kSectorBytes);
   };
   const auto fetch = [&](int64_t row, int s) {
     const int rows = rows_from(row);
     unsigned char* const stage = memory + s * tile.bytes();
+    // visit(place in the stage, place in memory, from where on, bytes of a row)
     const auto each = [&](const auto& visit) {
-      float* const means = reinterpret_cast<float*>(stage + 2 * tile.tensor_bytes());
-      visit(reinterpret_cast<X*>(stage), p.x + row * cols, cols);
-      visit(reinterpret_cast<X*>(stage + tile.tensor_bytes()), p.dy + row * cols, cols);
-      visit(means, p.mean + row, 1);
-      visit(means + tile.rows, p.rstd + row, 1);
+      const int offset = offset_of(row);
+      const auto from_memory = [&](const auto* tensor, int width, int behind) {
+        return reinterpret_cast<const unsigned char*>(tensor) + (row * width - behind);
+      };
+      const int tensor_bytes = tile.tensor_bytes();
+      visit(stage, from_memory(p.x, row_bytes, offset), offset, row_bytes);
+      visit(stage + tensor_bytes, from_memory(p.dy, row_bytes, offset), offset, row_bytes);
+      if constexpr (kShort) {
+        constexpr int kWidth = static_cast<int>(sizeof(float));
+        unsigned char* const means = stage + 2 * tensor_bytes;
+        visit(means, from_memory(p.mean, kWidth, 0), 0, kWidth);
+        visit(means + tile.statistic_bytes(), from_memory(p.rstd, kWidth, 0), 0, kWidth);
+      }
     };
-    if (rows < tile.rows) {  // rows that do not exist add zeros
-      each([&](auto* target, const auto* source, int width) {
-        fill_rest(target, source, rows * width, tile.rows * width);
+    // The last tile's elements behind its last whole granule come one by one, and zeros for rows
+    // that do not exist.
+    const bool last = row + tile.rows >= p.rows;
+    if (last) {
+      each([&](unsigned char* target, const unsigned char* source, int offset, int width) {
+        constexpr int kSize = static_cast<int>(sizeof(uint16_t));
+        const int end = offset + rows * width;
+        for (int at = granules_down(end) + lane * kSize; at < offset + tile.rows * width;
+             at += kWarpSize * kSize) {
+          *reinterpret_cast<uint16_t*>(target + at) =
+              at < end ? *reinterpret_cast<const uint16_t*>(source + at) : uint16_t{0};
+        }
       });
       __syncwarp();
     }
     if (lane != 0) return;
     const unsigned barrier = barriers.full_of(s);
-    const auto whole = [&](const auto* source, int width) {
-      return rows * width * static_cast<int>(sizeof(*source)) / kChunkBytes * kChunkBytes;
+    const auto bytes_of = [&](int offset, int width) {
+      const int end = offset + rows * width;
+      return (last ? granules_down(end) : granules_up(end)) - granules_down(offset);
     };
     int bytes = 0;
-    each([&](auto*, const auto* source, int width) { bytes += whole(source, width); });
+    each([&](unsigned char*, const unsigned char*, int offset, int width) {
+      bytes += bytes_of(offset, width);
+    });
     arrive_and_expect(barrier, bytes);
-    each([&](auto* target, const auto* source, int width) {
-      const int part = whole(source, width);
-      if (part > 0) copy_bulk(shared_address(target), source, part, barrier);
+    each([&](unsigned char* target, const unsigned char* source, int offset, int width) {
+      const int part = bytes_of(offset, width), from = granules_down(offset);
+      if (part > 0) copy_bulk(shared_address(target + from), source + from, part, barrier);
     });
   };
 
@@ -108,15 +130,21 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
   BulkTurn turn;
   int64_t row = first;
   for (int i = 0; i < count; ++i) {
-    const X* const staged = reinterpret_cast<const X*>(memory + turn.stage * tile.bytes());
-    X* const dx = p.dx + row * cols;
-    const int end = rows_from(row) * cols, whole = end / kElements * kElements;
+    const int begin = offset_of(row), end = begin + rows_from(row) * row_bytes;
+    const int from = granules_up(begin), to = granules_down(end);
+    const unsigned char* const staged = memory + turn.stage * tile.bytes();
+    unsigned char* const dx = reinterpret_cast<unsigned char*>(p.dx) + (row * row_bytes - begin);
     wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
-    if (lane == 0) {
-      store_bulk(dx, shared_address(staged), whole * static_cast<int>(sizeof(X)));
-      wait_bulk_reads();
-    }
-    if (whole + lane < end) dx[whole + lane] = staged[whole + lane];
+    if (lane == 0) store_bulk(dx + from, shared_address(staged + from), to - from);
+    const auto copy_element = [&](int place, int limit) {
+      const int at = place + lane * static_cast<int>(sizeof(X));
+      if (at < limit) {
+        *reinterpret_cast<X*>(dx + at) = *reinterpret_cast<const X*>(staged + at);
+      }
+    };
+    if (!kShort) copy_element(begin, from);
+    copy_element(to, end);
+    if (lane == 0) wait_bulk_reads();
     __syncwarp();
     if (i + stages < count) fetch(row + stages * step, turn.stage);
     turn.advance(stages);
@@ -126,110 +154,201 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
 
 // The sums of two rows over the kLanes lanes of each team, by one chain of shuffles, in the order
 // of sum_row_lanes: from the farthest lane on where the team is a warp, from the nearest one else.
-// First those of each row go to different lanes, then the rows.
+// First the sums of each row go to different lanes, then the rows.
 template <int kLanes>
-__device__ __forceinline__ void sum_two_rows(Sums<float> (&sums)[kBulkRows]) {
-  constexpr bool kWarp = kLanes == kWarpSize;
-  constexpr int kFirst = kWarp ? kLanes / 2 : 1, kSecond = kWarp ? kLanes / 4 : 2;
-  const bool other_sum = threadIdx.x & kFirst, other_row = threadIdx.x & kSecond;
-  float rows[kBulkRows];
+struct TwoRowLanes {
+  static constexpr bool kWarp = kLanes == kWarpSize;
+  static constexpr int kSecondSum = kWarp ? kLanes / 2 : 1, kSecondRow = kWarp ? kLanes / 4 : 2;
+
+  // One of the four sums in each lane.
+  static __device__ __forceinline__ float sum(const Sums<float> (&sums)[kBulkRows]) {
+    const bool second_sum = threadIdx.x & kSecondSum, second_row = threadIdx.x & kSecondRow;
+    float rows[kBulkRows];
 #pragma unroll
-  for (int r = 0; r < kBulkRows; ++r) {
-    const float given = other_sum ? sums[r].xhat_wdy : sums[r].wdy;
-    rows[r] = other_sum ? sums[r].wdy : sums[r].xhat_wdy;
-    rows[r] += __shfl_xor_sync(kAllLanes, given, kFirst);
+    for (int r = 0; r < kBulkRows; ++r) {
+      const float given = second_sum ? sums[r].xhat_wdy : sums[r].wdy;
+      rows[r] = second_sum ? sums[r].wdy : sums[r].xhat_wdy;
+      rows[r] += __shfl_xor_sync(kAllLanes, given, kSecondSum);
+    }
+    float mine = second_row ? rows[1] : rows[0];
+    mine += __shfl_xor_sync(kAllLanes, second_row ? rows[0] : rows[1], kSecondRow);
+    return sum_others(mine);
   }
-  float mine = other_row ? rows[1] : rows[0];
-  mine += __shfl_xor_sync(kAllLanes, other_row ? rows[0] : rows[1], kSecond);
+
+  // The same over lanes that have one of the four already.
+  static __device__ __forceinline__ float sum_others(float mine) {
 #pragma unroll
-  for (int i = 4; i < kLanes; i *= 2) {
-    mine += __shfl_xor_sync(kAllLanes, mine, kWarp ? kLanes / 2 / i : i);
+    for (int i = 4; i < kLanes; i *= 2) {
+      mine += __shfl_xor_sync(kAllLanes, mine, kWarp ? kLanes / 2 / i : i);
+    }
+    return mine;
   }
+
+  static __device__ __forceinline__ void collect(Sums<float> (&sums)[kBulkRows], float mine) {
 #pragma unroll
-  for (int r = 0; r < kBulkRows; ++r) {
-    sums[r].xhat_wdy = __shfl_sync(kAllLanes, mine, r * kSecond, kLanes);
-    sums[r].wdy = __shfl_sync(kAllLanes, mine, r * kSecond + kFirst, kLanes);
+    for (int r = 0; r < kBulkRows; ++r) {
+      sums[r].xhat_wdy = __shfl_sync(kAllLanes, mine, r * kSecondRow, kLanes);
+      sums[r].wdy = __shfl_sync(kAllLanes, mine, r * kSecondRow + kSecondSum, kLanes);
+    }
   }
-}
+};
+
+// The sums of two rows over a group of up to 16 warps, in the order of sum_row_warps.
+struct TwoRowWarps {
+  // Of two turns, four numbers of each warp: as in TwoRowLanes.
+  static constexpr int kTurn = 2 * kBulkRows * kRingRowWarps;
+  using Slots = float[2 * kTurn];
+
+  unsigned slots;  // of the group; zero but for its warps'
+  int group, warps, warp;
+
+  // `mine`: from TwoRowLanes. Meets the other warps. (They have read a turn's numbers before they
+  // come to the next one, and so are free to write those of the one behind it.)
+  __device__ __forceinline__ void sum(Sums<float> (&sums)[kBulkRows], float mine, int turn) const {
+    using Lanes = TwoRowLanes<kWarpSize>;
+    constexpr auto kFloat = static_cast<unsigned>(sizeof(float));
+    constexpr int kQuarter = kWarpSize / 4;
+    static_assert(kRingRowWarps == 2 * kQuarter);
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned quarter = slots + (turn % 2 * kTurn + lane / kQuarter * kRingRowWarps) * kFloat;
+    if (lane % kQuarter == 0) put_element(quarter + warp * kFloat, mine);
+    meet_group(group, warps);
+    const unsigned place = quarter + lane % kQuarter * kFloat;
+    mine = load_element<float>(place) + load_element<float>(place + kQuarter * kFloat);
+    Lanes::collect(sums, Lanes::sum_others(mine));
+  }
+};
+
+// Warps of a block that have rows, at most.
+template <RingSpan kSpan, int kLanes, int kPairs>
+constexpr int kBulkWarps =
+    kSpan == RingSpan::kWarp ? bulk_warps(kLanes, 2 * kPairs) : most_bulk_warps(2 * kPairs);
 
 // kEven: rows of an even number of columns, which all begin at whole words. Of others the first of
 // two does.
-template <class X, int kLanes, int kPairs, bool kEven>
-__global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSize, 1)
+template <class X, RingSpan kSpan, int kLanes, int kPairs, bool kEven>
+__global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWarpSize, 1)
     backward_bulk(const RingParameters<X> p, int stages) {
   if (!kStreams) return;
+  constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr int kStep = 2 * kLanes;
   constexpr int kTeams = kWarpSize / kLanes;
-  constexpr int kWarps = bulk_warps(kLanes, 2 * kPairs);
   constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr auto kFloat = static_cast<unsigned>(sizeof(float));
   using Columns = ElementColumns<X, kPairs, kPairs - 2, kStep, true>;
   using Second = ElementColumns<X, kPairs, kPairs - 2, kStep, kEven>;
   using Values = typename Columns::Values;
-  extern __shared__ __align__(16) unsigned char bulk_memory[];
+  using Lanes = TwoRowLanes<kLanes>;
+  extern __shared__ __align__(kSectorBytes) unsigned char bulk_memory[];
   __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages];
+  __shared__ TwoRowWarps::Slots slots[kShort ? 1 : kBulkWarps<kSpan, kLanes, kPairs> / 2];
 
   const BulkBarriers barriers{shared_address(full), shared_address(written)};
+  const int warp = warp_index();
+  const int warps = kShort ? kBulkWarps<kSpan, kLanes, kPairs> : p.groups * p.warps;
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
       init_barrier(barriers.full_of(s), 1);
-      init_barrier(barriers.written_of(s), kWarps);
+      init_barrier(barriers.written_of(s), warps);
     }
     publish_barriers();
   }
+  if constexpr (!kShort) {
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(slots) / kFloat); i += blockDim.x) {
+      (&slots[0][0])[i] = 0;
+    }
+  }
   __syncthreads();
   let_next_kernel_start();
-  const int cols = static_cast<int>(p.cols);
-  const BulkTile tile{kWarps * kTeams * kBulkRows, cols * kSize};
-  const int64_t tiles = (p.rows + tile.rows - 1) / tile.rows;
-  const int count = static_cast<int>((tiles - 1 - blockIdx.x + gridDim.x) / gridDim.x);
-  const int warp = warp_index();
+  const int group = kShort ? warp : p.by_warps.quotient(warp);
+  const int row_warp = kShort ? 0 : warp - group * p.warps;
+  const int begin = begin_of_run<kShort>(p, row_warp);
   const int team = threadIdx.x % kWarpSize / kLanes;
   const int column = threadIdx.x % kLanes * 2;
-  const int left = cols - column;
+  const int left = begin_of_run<kShort>(p, row_warp + 1) - begin - column;
+  const int cols = static_cast<int>(p.cols);
+  const BulkTile tile{(kShort ? warps : p.groups) * kTeams * kBulkRows, cols};
+  const int64_t tiles = (p.rows + tile.rows - 1) / tile.rows;
+  const int count = static_cast<int>((tiles - 1 - blockIdx.x + gridDim.x) / gridDim.x);
+  const int64_t first = int64_t{blockIdx.x} * tile.rows;
+  const int64_t step = int64_t{gridDim.x} * tile.rows;
 
   Values dw = {}, db = {};
-  if (warp == kWarps) {
-    copy_tiles(p, tile, barriers, bulk_memory, stages, int64_t{blockIdx.x} * tile.rows,
-               int64_t{gridDim.x} * tile.rows, count);
+  if (warp == warps) {
+    copy_tiles<kShort>(p, tile, barriers, bulk_memory, stages, first, step, count);
   } else {
     Values weight;
-    Columns::load_weight(weight, p.weight, p.weight_dtype, column, left);
+    Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
     // The rows of a warp's teams are as far apart as puts them into different banks of shared
     // memory, if so many warps can.
     int apart = kLanes / (cols & -cols);
-    while (kWarps % apart != 0) apart /= 2;
-    const int pair = warp / apart * (apart * kTeams) + team * apart + warp % apart;
+    while (warps % apart != 0) apart /= 2;
+    const int pair = kShort ? warp / apart * (apart * kTeams) + team * apart + warp % apart : group;
     const int own = pair * kBulkRows;  // the first of this lane's rows in a tile
-    const unsigned memory = shared_address(bulk_memory);
-    unsigned mine = memory + own * tile.row_bytes + column * kSize;
-    unsigned mine_of_statistics =
-        memory + 2 * tile.tensor_bytes() + own * static_cast<int>(sizeof(float));
+    const unsigned mine = shared_address(bulk_memory) + (own * cols + begin + column) * kSize;
+    const TwoRowWarps exchange{shared_address(&slots[kShort ? 0 : group]), group, p.warps,
+                               row_warp};
+    // Of long rows, mean and rstd of 16 turns, one of a row per lane.
+    constexpr int kTurns = kWarpSize / kBulkRows;
+    float means, rstds, later_means, later_rstds;
+    const auto load_statistics = [&](int i) {
+      const int lane = threadIdx.x % kWarpSize;
+      const int64_t row = first + own + (i + lane / kBulkRows) * step + lane % kBulkRows;
+      later_means = row < p.rows ? __ldg(p.mean + row) : 0;
+      later_rstds = row < p.rows ? __ldg(p.rstd + row) : 0;
+    };
+    if (!kShort) load_statistics(0);
+    const unsigned statistics =
+        shared_address(bulk_memory) + 2 * tile.tensor_bytes() + own * kFloat;
     BulkTurn turn;
+    // Bytes from the tensor's begin to the tile's, as far as sectors are concerned.
+    unsigned low = static_cast<unsigned>(first) * cols * kSize;
+    const unsigned low_step = static_cast<unsigned>(step) * cols * kSize;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      wait_barrier<false>(barriers.full_of(turn.stage), turn.parity);
+      const unsigned stage = turn.stage * tile.bytes();
+      const unsigned place = mine + stage + (kShort ? 0 : low % kSectorBytes);
+      const unsigned second = place + cols * kSize;
       float mean[kBulkRows], rstd[kBulkRows];
+      if constexpr (!kShort) {
+        if (i % kTurns == 0) {
+          means = later_means;
+          rstds = later_rstds;
+          load_statistics(i + kTurns);
+        }
 #pragma unroll
-      for (int r = 0; r < kBulkRows; ++r) {
-        const unsigned statistic = mine_of_statistics + r * static_cast<int>(sizeof(float));
-        mean[r] = load_element<float>(statistic);
-        rstd[r] = load_element<float>(statistic + tile.statistic_bytes());
+        for (int r = 0; r < kBulkRows; ++r) {
+          mean[r] = __shfl_sync(kAllLanes, means, i % kTurns * kBulkRows + r);
+          rstd[r] = __shfl_sync(kAllLanes, rstds, i % kTurns * kBulkRows + r);
+        }
       }
-      const unsigned second = mine + tile.row_bytes;
+      wait_barrier<false>(barriers.full_of(turn.stage), turn.parity);
+      if constexpr (kShort) {
+#pragma unroll
+        for (int r = 0; r < kBulkRows; ++r) {
+          mean[r] = load_element<float>(statistics + stage + r * kFloat);
+          rstd[r] = load_element<float>(statistics + stage + r * kFloat + tile.statistic_bytes());
+        }
+      }
       Values x[kBulkRows], dy[kBulkRows];
       if constexpr (kEven) {
-        Columns::template load<false>(x[0], mine, left);
-        Columns::template load<false>(dy[0], mine + tile.tensor_bytes(), left);
+        Columns::template load<false>(x[0], place, left);
+        Columns::template load<false>(dy[0], place + tile.tensor_bytes(), left);
       } else {
-        Columns::load_odd(x[0], mine, left);
-        Columns::load_odd(dy[0], mine + tile.tensor_bytes(), left);
+        Columns::load_odd(x[0], place, left);
+        Columns::load_odd(dy[0], place + tile.tensor_bytes(), left);
       }
       Second::template load<false>(x[1], second, left);
       Second::template load<false>(dy[1], second + tile.tensor_bytes(), left);
       Sums<float> sums[kBulkRows];
 #pragma unroll
       for (int r = 0; r < kBulkRows; ++r) sums[r] = Columns::sum(x[r], dy[r], weight, mean[r]);
-      sum_two_rows<kLanes>(sums);
+      const float one = Lanes::sum(sums);
+      if constexpr (kShort) {
+        Lanes::collect(sums, one);
+      } else {
+        exchange.sum(sums, one, i);
+      }
 #pragma unroll
       for (int r = 0; r < kBulkRows; ++r) {
         const RowGradient gradient(mean[r], rstd[r], sums[r], p.inverse_cols);
@@ -238,18 +357,16 @@ __global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSi
         if (r > 0) {
           Second::store(dx, second, left);
         } else if constexpr (kEven) {
-          Columns::store(dx, mine, left);
+          Columns::store(dx, place, left);
         } else {
-          Columns::store_odd(dx, mine, left);
+          Columns::store_odd(dx, place, left);
         }
       }
       publish_to_copies();
       __syncwarp();
       if (threadIdx.x % kWarpSize == 0) arrive(barriers.written_of(turn.stage));
-      const bool anew = turn.advance(stages);
-      const int further = (anew ? 1 - stages : 1) * tile.bytes();
-      mine += further;
-      mine_of_statistics += further;
+      turn.advance(stages);
+      low += low_step;
     }
   }
   if (p.dw_partials == nullptr) return;
@@ -261,18 +378,19 @@ __global__ void __launch_bounds__((bulk_warps(kLanes, 2 * kPairs) + 1) * kWarpSi
   const int width = (cols + 3) / 4 * 4;
   float* const staging = reinterpret_cast<float*>(bulk_memory);
   __syncthreads();
-  if (team == 0 && warp < kWarps) {
-    Columns::put_sums(dw, staging + warp * width + column, left);
-    Columns::put_sums(db, staging + (kWarps + warp) * width + column, left);
+  if (team == 0 && warp < warps) {
+    float* const sums = staging + group * width + begin + column;
+    Columns::put_sums(dw, sums, left);
+    Columns::put_sums(db, sums + p.groups * width, left);
   }
   leave_partials<false>(p, staging, width, 0, p.merged, 1);
 }
 
-template <class X, int kLanes, int kPairs>
+template <class X, RingSpan kSpan, int kLanes, int kPairs>
 cudaError_t launch_backward_bulk(const RingParameters<X>& p, const BackwardPlan& plan,
                                  cudaStream_t stream) {
   const auto launch = [&](auto even) {
-    const auto kernel = backward_bulk<X, kLanes, kPairs, decltype(even)::value>;
+    const auto kernel = backward_bulk<X, kSpan, kLanes, kPairs, decltype(even)::value>;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error =
         allow_blocks(reinterpret_cast<const void*>(kernel), kMostBulkBytes, false, prepared);

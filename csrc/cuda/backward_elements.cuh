@@ -21,14 +21,6 @@
 
 namespace fastnorm::cuda {
 
-// The column where the run of the row's warp w begins.
-template <bool kShort, class X>
-__device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
-  if (kShort) return w == 0 ? 0 : static_cast<int>(p.cols);
-  const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
-  return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
-}
-
 // Starts to copy the granules in which `bytes` bytes from `source` on lie, up to kChunks by each of
 // kLanes lanes and one more by the first; `slot` is where this lane's first one goes. (By the
 // ring's copy_granules, as that was by whole lines, with lanes of any number, 524288 x 257 bfloat16
@@ -454,8 +446,10 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
           .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
                                               tiles);
     }
-    if constexpr (kIs16Bit<X> && kSpan == RingSpan::kWarp) {
-      if (plan.bulk_stages > 0) return launch_backward_bulk<X, kLanes, kPairs>(p, plan, stream);
+    if constexpr (kIs16Bit<X> && kSpan != RingSpan::kCluster) {
+      if (plan.bulk_stages > 0) {
+        return launch_backward_bulk<X, kSpan, kLanes, kPairs>(p, plan, stream);
+      }
     }
     if (threads > kMaxThreadsPerRow) return cudaErrorInvalidValue;
     const auto launch = [&](auto paired) {

@@ -1,6 +1,7 @@
 // Single columns of rows that end within a chunk, as the backward's lanes have them.
 #pragma once
 
+#include "backward_parameters.cuh"
 #include "row_sums.cuh"
 
 namespace fastnorm::cuda {
@@ -189,5 +190,13 @@ struct ElementColumns {
     }
   }
 };
+
+// The column where the run of the row's warp w begins.
+template <bool kShort, class X>
+__device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
+  if (kShort) return w == 0 ? 0 : static_cast<int>(p.cols);
+  const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
+  return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
+}
 
 }  // namespace fastnorm::cuda

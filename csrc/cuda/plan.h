@@ -76,6 +76,7 @@ constexpr int kMostLaneChunks = 3;
 constexpr int kWideLaneWarps = 12;
 
 constexpr int kChunkBytes = 16;
+constexpr int kSectorBytes = 32;  // of memory, that is read and written as a whole
 constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerRow = 512;   // leaves each thread 128 registers
 constexpr int kMaxRowThreads = 768;      // of a row in registers alone, with 40 of them
@@ -145,17 +146,32 @@ constexpr int kElementRows = 2;
 // Of rows that kElements copies in bulk in the backward: those that a lane takes at a time; stages
 // of a block, at most, and their shared memory; warps of a block that have rows, beside one that
 // copies; and what a stage of so many rows takes: x, dy, mean and rstd. The shortest rows take 12
-// warps (67 columns of bfloat16 .92 of an elementwise sum on an H200, .895 in eight); others have
-// more registers.
+// warps (67 columns of bfloat16 .92 of an elementwise sum on an H200, .895 in eight); others of a
+// warp have more registers.
 constexpr int kBulkRows = 2;
 constexpr int kMostBulkStages = 8;
-constexpr int kMostBulkBytes = 112 << 10;
+constexpr int kMostBulkBytes = 136 << 10;
 constexpr int bulk_warps(int lanes, int columns_per_thread) {
   return lanes == kLeastElementLanes && columns_per_thread == 10 ? 12 : 8;
 }
-constexpr int bulk_stage_bytes(int rows, int64_t cols) {
-  return 2 * rows * static_cast<int>(2 * cols + sizeof(float));
+// The same of rows of several warps, at most: with the one that copies as many as have 128
+// registers each, or where that is too few 168.
+constexpr int most_bulk_warps(int columns_per_thread) { return columns_per_thread == 16 ? 11 : 15; }
+constexpr int whole_sectors(int bytes) {
+  return (bytes + kSectorBytes - 1) / kSectorBytes * kSectorBytes;
 }
+// Of rows of a 16-bit tensor, which begin within a sector if they do not fill whole ones.
+constexpr int bulk_tensor_bytes(int rows, int64_t cols) {
+  const int bytes = rows * static_cast<int>(2 * cols);
+  return whole_sectors(bytes) + (bytes % kSectorBytes == 0 ? 0 : kSectorBytes);
+}
+constexpr int bulk_stage_bytes(int rows, int64_t cols) {
+  return 2 * bulk_tensor_bytes(rows, cols) +
+         whole_sectors(2 * rows * static_cast<int>(sizeof(float)));
+}
+
+// Warps of a row that the forward copies in bulk, at most: eight are slower (see copies_in_bulk).
+constexpr int kMaxBulkWarps = 6;
 
 // Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
 constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {
@@ -243,18 +259,19 @@ struct BackwardPlan {
 };
 
 // Rows side by side in a warp: of lanes that are no power of two, as many as of the next one, but
-// where they are packed. In bulk lanes have several each.
+// where they are packed. In bulk lanes have several each, and so have warps that share rows.
 constexpr int rows_per_warp(const BackwardPlan& plan) {
   const int lanes = plan.threads_per_row;
-  if (plan.bulk_stages > 0) return kWarpSize / lanes * kBulkRows;
+  const int side_by_side = lanes < kWarpSize ? kWarpSize / lanes : 1;
+  if (plan.bulk_stages > 0) return side_by_side * kBulkRows;
   if (plan.cluster_size > 1 || lanes >= kWarpSize) return 1;
   return kWarpSize / (plan.packed ? lanes : static_cast<int>(next_power_of_two(lanes)));
 }
 
 constexpr int block_threads(const BackwardPlan& plan) {
   const int together = rows_per_warp(plan);
-  return together > 1 ? plan.rows_per_block / together * kWarpSize
-                      : plan.threads_per_row * plan.rows_per_block;
+  const int lanes = plan.threads_per_row;
+  return plan.rows_per_block / together * (together > 1 && lanes < kWarpSize ? kWarpSize : lanes);
 }
 
 struct ForwardProblem {

@@ -38,6 +38,12 @@ bool has_wide_parameters(const ForwardProblem& problem) {
   return size_in_bytes(problem.x_dtype) == 2 && problem.y_as_x && !problem.one_dtype;
 }
 
+// Uneven rows of a 16-bit type are slowed by what they have to execute where memory is fast.
+bool is_slowed(const ForwardProblem& problem, const DeviceProperties& device) {
+  return size_in_bytes(problem.x_dtype) == 2 && is_uneven(problem) &&
+         !has_wide_parameters(problem) && !has_slow_memory(device);
+}
+
 bool is_vectorized(const ForwardProblem& problem) { return problem.aligned && !is_uneven(problem); }
 
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
@@ -96,14 +102,17 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   }
 }
 
-// Whether x and y of a block are copied as a whole: 16-bit rows of a warp and less that lie one
-// behind the other, and are many. 200 x 250 bfloat16 took 5.8 us on an H200, 6.2 us in bulk.
+// Whether x and y of a block are copied as a whole: 16-bit rows of up to six warps that lie one
+// behind the other, and are many. 200 x 250 bfloat16 took 5.8 us on an H200, 6.2 us in bulk. In
+// eight warps, rows in chunks and so: 8190 columns of bfloat16 .96 of a copy and .905, 8191 .96 and
+// .905.
 bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
                     const DeviceProperties& device) {
-  constexpr int64_t kRows = 16;  // for each multiprocessor
+  constexpr int64_t kRows = 16;                                        // for each multiprocessor
+  const int most_warps = has_slow_memory(device) ? 1 : kMaxBulkWarps;  // of those not measured
   return device.compute_capability >= 90 && problem.contiguous &&
          size_in_bytes(problem.x_dtype) == 2 && plan.columns_per_thread > kTinyColumns &&
-         plan.threads_per_row <= kWarpSize && problem.rows >= kRows * device.sm_count;
+         plan.threads_per_row <= most_warps * kWarpSize && problem.rows >= kRows * device.sm_count;
 }
 
 // The chunks that each lane of a row has in registers: four, or more where that takes a warp less
@@ -165,11 +174,33 @@ bool pairs_fill_warps(const ForwardProblem& problem, const ForwardPlan& plan) {
          10 * problem.cols >= int64_t{9} * plan.threads_per_row * plan.columns_per_thread;
 }
 
+// Whole warps for `chunks` chunks.
+int forward_threads(int64_t chunks, int chunks_per_thread) {
+  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
+}
+
+// Whether rows of a few warps are faster by column because many of them are copied in bulk, all
+// tensors being of one 16-bit type: but for those whose chunks leave hardly a lane idle, or few of
+// one warp. Of a copy on an H200, in chunks or pairs of columns and so: bfloat16 1101 .905 and .95,
+// 1317 .89 and .99, 1502 .875 and .99, 1601 .85 and .98, 1802 .925 and .99, 2201 .835 and 1.00,
+// 2302 .85 and 1.00, 2601 .93 and 1.00, 2801 .95 and .985, 3301 .895 and 1.00, 3601 .935 and .985,
+// 5001 .965 and .99, 5501 .94 and .985; but 1025 .96 and .91, 4095 .99 and .985, 6002 .975 and .93.
+// On an H100 this is not measured, nor done.
+bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& device) {
+  constexpr int64_t kLeast = 1088, kMost = 5632;
+  const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
+  const int64_t room = forward_threads(chunks, kRegisterChunks) * int64_t{kRegisterChunks};
+  return device.compute_capability >= 90 && is_slowed(problem, device) && problem.cols > kLeast &&
+         problem.cols <= kMost && 1000 * chunks < 985 * room;
+}
+
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = is_uneven(problem);
+  const bool by_bulk = bulk_fills_warps(problem, device);
   const int most_threads = !problem.one_dtype          ? kMaxThreadsPerRow
+                           : by_bulk                   ? kMaxBulkWarps * kWarpSize
                            : has_even_columns(problem) ? kMaxPairedWarps * kWarpSize
                                                        : 3 * kWarpSize;
   // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7
@@ -183,7 +214,7 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
   }
   ForwardPlan plan;
   shape_elements(plan, problem);
-  if (chunks_fill_warps(problem) && !pairs_fill_warps(problem, plan)) return false;
+  if (!by_bulk && chunks_fill_warps(problem) && !pairs_fill_warps(problem, plan)) return false;
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
 }
 
@@ -220,11 +251,6 @@ bool warp_rows_are_better(const ForwardProblem& problem, int64_t chunks,
          wants_more_warps(problem, chunks, room, device);
 }
 
-// Whole warps for `chunks` chunks.
-int forward_threads(int64_t chunks, int chunks_per_thread) {
-  return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
-}
-
 // The blocks that hold a row of `chunks` of which a block holds `most`, in the ring.
 //
 // Uneven rows are held by three or five blocks where those are not too large. Of a copy, by four or
@@ -249,12 +275,6 @@ int forward_ring_size(const ForwardProblem& problem, int64_t chunks, int64_t mos
     return static_cast<int>(least);
   }
   return choose_cluster_size(chunks, most, request);
-}
-
-// Uneven rows of a 16-bit type are slowed by what they have to execute where memory is fast.
-bool is_slowed(const ForwardProblem& problem, const DeviceProperties& device) {
-  return size_in_bytes(problem.x_dtype) == 2 && is_uneven(problem) &&
-         !has_wide_parameters(problem) && !has_slow_memory(device);
 }
 
 // How many rows ahead moments are posted in a grid. Not only instructions slow rows that are not
@@ -594,6 +614,9 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
     case Kernel::kElements:
       shape_elements(plan, problem);
       plan.in_bulk = copies_in_bulk(plan, problem, device);
+      if (plan.in_bulk && plan.threads_per_row > kWarpSize) {
+        plan.shared_bytes = bulk_tensor_bytes(plan.rows_per_block, problem.cols);
+      }
       break;
     case Kernel::kFewRows:
     case Kernel::kFewElements:

@@ -380,46 +380,44 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 }
 
 // Whether rows that end within a chunk are better off in the ring than by column: of a 16-bit type,
-// long ones, and others in warps with few idle lanes. Of an elementwise sum, 134 MB on an H200, in
-// the ring and by column: bfloat16 551 columns .51 and .66, 1023 .84 and .83, 1317 .74 and .79,
-// 2047 .84 and .81, 2105 .72 and .75, 3193 .72 and .69, 4095 .83 and .80; float32 1023 .91 and .90,
-// 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88. With columns behind chunks:
-// 1025 .83 and .77, 2049 .83 and .82, 2601 .81 and .78, 3001 .84 and .80, 3601 .81 and .80.
+// long ones; float32 is not (of an elementwise sum, 134 MB on an H200, in the ring and by column,
+// 1023 columns .91 and .90, 2105 .87 and .90, 4095 .88 and .87, 7799 .83 and .88).
 //
-// On an H200 those of a block of 13 warps, or of 12 with columns behind chunks, are better by
-// column (6145 .74 and .80; 6001 .79 and .79, 7001 .80 and .79), and rows that take clusters of 16
-// are in the ring as well: 80001 .52 and .47, 120001 .58 and .56, 131071 .59 and .59, but 100001
-// .525 and .56.
+// On an H200 tiles of rows that a block holds in up to seven pairs of columns, or eight in fewer
+// warps, are copied in bulk (see copies_in_bulk). In the ring and so: bfloat16 513 columns .585 and
+// .885, 769 .75 and .86, 1025 .84 and .87, 1101 .695 and .86, 1401 .84 and .87, 1701 .78 and .865,
+// 2049 .83 and .87, 2401 .815 and .855, 3001 .82 and .845, 3601 .78 and .87, 4095 .835 and .86,
+// 4097 .795 and .88, 5001 .73 and .86, 6145 .68 and .83, but 1535 .88 and .865; even ones alike.
+// Rows elsewhere, or few of them, are slower by column than in the ring, most by a tenth: 2047 .84
+// and .81, 3193 .72 and .69, 4095 .83 and .80, 4097 .79 and .715, 8192 x 1023 .65 and .63, 1024 x
+// 4095 .51 and .40.
 //
-// An even number of columns moves in pairs by column. On an H200, in the ring and so: 900 .82 and
-// .85, 1802 .815 and .84, 2300 .82 and .84, 4500 .68 and .72, 5002 .73 and .775, 6002 .71 and .79,
-// 7002 .72 and .79, 8190 .755 and .82; but 1500 .88 and .845, 2500 .87 and .85, 4098 .805 and .715,
-// and clusters (10002 .72 and .64).
+// Those of a block of 13 warps are better by column as well, and so are even numbers of columns,
+// which move in pairs (7002 .72 and .79, 8190 .755 and .82), but in clusters (10002 .72 and .64).
+// Rows that take clusters of 16 are in the ring: 80001 .52 and .47, 120001 .58 and .56, 131071 .59
+// and .59, but 100001 .525 and .56.
 //
 // On an H100, where instructions count for less, the ring is better from 1025 columns on: 1101 .905
 // and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89, 65537 .86
 // and .615, 69633 .65 and .64, 80001 .72 and .655, 96001 .79 and .73, 112001 .785 and .75, 131071
-// .81 and .78; but 100001 .73 and .76.
+// .81 and .78; but 100001 .73 and .76. And so it is up to there where few lanes are idle.
 bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperties& device) {
-  constexpr int64_t kMostColumns = kMaxClusterSize * kMostTailColumns;
   const int64_t cols = problem.cols;
   if (size_in_bytes(problem.x_dtype) != 2) return false;
-  if (has_slow_memory(device) && cols > 2 * kUnevenColumns) return true;
-  if (cols > kMostColumns) return true;
-  constexpr int64_t kOddWarps = 13;
-  if (cols > (kOddWarps - 1) * kUnevenColumns && cols <= kOddWarps * kUnevenColumns) return false;
-  const bool even = cols % 2 == 0 && !has_slow_memory(device);
-  if (even && cols > kRowWarps / 2 * kUnevenColumns && cols <= kRowWarps * kUnevenColumns) {
-    const int64_t by_column = ceil_div(cols, kUnevenColumns) * kUnevenColumns;
-    return 100 * cols < 92 * by_column;
+  if (has_slow_memory(device)) {
+    if (cols > 2 * kUnevenColumns) return true;
+    const int64_t warps = ceil_div(cols, kUnevenColumns);
+    const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
+    return warps > 1 && full >= 0.87;
   }
-  const int64_t fewest = ceil_div(cols, kUnevenColumns + kWarpSize);
-  const int64_t warps = fewest > 1 ? fewest : ceil_div(cols, kUnevenColumns);
-  if (2 * warps > kRowWarps) return true;
-  const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
-  const int64_t rows = kRowWarps / warps;  // of a block
-  const double busy = full * static_cast<double>(warps * rows) / static_cast<double>(kRowWarps);
-  return warps > 1 && full >= (even ? 0.93 : 0.87) && busy >= (full > 1 ? 0.77 : 0.65);
+  const int64_t by_column = ceil_div(cols, kUnevenColumns) * kUnevenColumns;
+  constexpr int64_t kMostWarps = 13, kFewWarps = 4;
+  if (cols <= kMostWarps * kUnevenColumns) {
+    return cols > kUnevenColumns && cols <= kFewWarps * kUnevenColumns &&
+           100 * cols >= 97 * by_column;
+  }
+  if (cols % 2 != 0 || cols > kRowWarps * kUnevenColumns) return true;
+  return 100 * cols < 92 * by_column;
 }
 
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,
@@ -647,35 +645,47 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
 
 namespace {
 
+// Of a block, if they are copied in bulk; none where one takes too many warps.
 int rows_in_bulk(const BackwardPlan& plan) {
-  const int warps = bulk_warps(plan.threads_per_row, plan.columns_per_thread);
-  return warps * (kWarpSize / plan.threads_per_row) * kBulkRows;
+  const int lanes = plan.threads_per_row, columns = plan.columns_per_thread;
+  if (lanes > kWarpSize) return most_bulk_warps(columns) / (lanes / kWarpSize) * kBulkRows;
+  return bulk_warps(lanes, columns) * (kWarpSize / lanes) * kBulkRows;
 }
 
-// Whether tiles of rows are copied in bulk: 16-bit rows of a warp and less that lie one behind the
+// Whether tiles of rows are copied in bulk: 16-bit rows of a block and less that lie one behind the
 // other, if there are many for each multiprocessor. Of an elementwise sum on an H200, by lanes and
 // so: bfloat16 8192 x 257 .57 and .585, 32768 x 257 .67 and .69, 16384 x 129 .52 and .53, 65536 x
 // 129 .64 and .685, but 8192 x 511 .58 and .57, 32768 x 511 .725 both; dx alone of 8192, 32768 and
-// 65536 x 257 .68, .785, .795 and .675, .765, .805.
+// 65536 x 257 .68, .785, .795 and .675, .765, .805. Of several warps: tiles of 14 rows, 8192, 16384
+// and 32768 x 769 .585, .66, .745 and .555, .665, .77; of ten, 8192, 16384 and 32768 x 1101 .63,
+// .735, .78 and .595, .725, .815; of four, 4096, 8192 and 16384 x 2601 .63, .71, .755 and .635,
+// .745, .83; of two, 2048, 4096 and 8192 x 3601 .565, .66, .74 and .575, .68, .78, 1024, 2048 and
+// 4096 x 6145 .41, .625, .725 and .42, .635, .745. (On an H100 these are not measured.)
 bool copies_in_bulk(const BackwardPlan& plan, const BackwardProblem& problem,
                     const DeviceProperties& device, const PlanRequest& request) {
-  constexpr int64_t kTurns = 8;
+  const int rows = rows_in_bulk(plan);
+  const bool of_warps = plan.threads_per_row > kWarpSize;
+  const int64_t turns = !of_warps ? 8 : rows <= 2 * kBulkRows ? 4 : 16;
   const int64_t blocks = request.blocks.value_or(device.sm_count);
   return device.compute_capability >= 90 && problem.contiguous && has_one_dtype(problem) &&
-         size_in_bytes(problem.x_dtype) == 2 && plan.threads_per_row <= kWarpSize &&
-         plan.cluster_size == 1 && problem.rows >= kTurns * rows_in_bulk(plan) * blocks;
+         size_in_bytes(problem.x_dtype) == 2 && plan.cluster_size == 1 && rows > 0 &&
+         !(of_warps && has_slow_memory(device)) && problem.rows >= turns * rows * blocks;
 }
 
 // Tiles of them on their way: more are slower, perhaps as they come from memory ever farther ahead.
 // Of an elementwise sum on an H200, by two, three, ... stages: bfloat16 500 columns (32 KB each)
 // .86, .90, .88; 333 (21 KB) -, .90, .92, .90; 257 (16 KB) -, .82, .91, .935, .92, .90, .90; 191
 // (24 KB) -, .925, .90, .865; 90 (23 KB) -, .92, .91, .91; but 67 (26 KB), whose 12 warps are kept
-// busy, -, .89, .92.
+// busy, -, .89, .92. Of several warps 1101 (35 KB) .85, .89, -, .875, 3601 (29 KB) -, .88, .87,
+// 4500 (36 KB) .855, .87, -, .865, 5001 (40 KB) .845, .855, .85, 6145 (49 KB) .84, -, .83, 7001 (56
+// KB) .845, .815.
 int bulk_stages(const BackwardPlan& plan, int64_t cols) {
-  constexpr int kFewWarps = 8, kFewWarpsBytes = 88 << 10, kLeast = 3;
-  const bool few = bulk_warps(plan.threads_per_row, plan.columns_per_thread) == kFewWarps;
-  const int bytes = few ? kFewWarpsBytes : kMostBulkBytes;
-  return std::clamp(bytes / bulk_stage_bytes(rows_in_bulk(plan), cols), kLeast, kMostBulkStages);
+  constexpr int kLeastBytes = 88 << 10, kManyWarpsBytes = 112 << 10;
+  const int lanes = plan.threads_per_row;
+  const bool many = lanes > kWarpSize || bulk_warps(lanes, plan.columns_per_thread) > 8;
+  const int stage = bulk_stage_bytes(rows_in_bulk(plan), cols);
+  const int least = 3 * stage <= kMostBulkBytes ? 3 : 2;
+  return std::clamp((many ? kManyWarpsBytes : kLeastBytes) / stage, least, kMostBulkStages);
 }
 
 }  // namespace
@@ -695,20 +705,23 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return int64_t{kTinyBlocks} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
+  const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
+  int64_t together = 1;
   if (copies_in_bulk(plan, problem, device, request)) {
     plan.rows_per_block = rows_in_bulk(plan);
     plan.bulk_stages = bulk_stages(plan, problem.cols);
-    return device.sm_count;
+  } else {
+    // On an H100 fewer rows at a time: 257 columns of bfloat16 .89 of an elementwise sum with 16 of
+    // them, .915 with 12, 1317 .91 with five, .94 with three; but float32 769 .94 with four, .93
+    // with three.
+    const bool fewer = has_slow_memory(device) && !in_cluster && is_16_bit;
+    together = std::max(1, fewer ? shape.together * 3 / 4 : shape.together);
+    const int64_t least_rows = std::max(1, kWarpSize / plan.threads_per_row);
+    const int64_t spread =
+        ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
+    plan.rows_per_block =
+        in_cluster ? 1 : static_cast<int>(std::min(std::max(together, least_rows), spread));
   }
-  // On an H100 fewer rows at a time: 257 columns of bfloat16 .89 of an elementwise sum with 16 of
-  // them, .915 with 12, 1317 .91 with five, .94 with three; but float32 769 .94 with four, .93 with
-  // three.
-  const bool fewer = has_slow_memory(device) && !in_cluster && size_in_bytes(problem.x_dtype) == 2;
-  const int64_t together = std::max(1, fewer ? shape.together * 3 / 4 : shape.together);
-  const int64_t least_rows = std::max(1, kWarpSize / plan.threads_per_row);
-  const int64_t spread = ceil_div(ceil_div(problem.rows, device.sm_count), least_rows) * least_rows;
-  plan.rows_per_block =
-      in_cluster ? 1 : static_cast<int>(std::min(std::max(together, least_rows), spread));
   const int sms = device.sm_count;
   if (plan.cluster_size == kLargeClusterSize) return device.large_clusters * kLargeClusterSize;
   // All multiprocessors: 16384 x 12289 bfloat16 .67 of an elementwise sum on an H200 with 132, .60
