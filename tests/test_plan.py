@@ -752,7 +752,7 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             assert kernel(cols, capability, y_as_x=False) == "rows", cols
         assert kernel(4095, capability) == kernel(4095, capability, y_as_x=False) == "rows"
         if dtype in ("bfloat16", "float16") and capability >= 90:
-            for cols, expected in ((1801, "elements"), (2049, "rows"), (12_289, "rows")):
+            for cols, expected in ((1801, "elements"), (2049, "elements"), (12_289, "rows")):
                 assert kernel(cols, capability, one_dtype=False) == expected, cols
             assert kernel(14_001, capability, one_dtype=False) == "elements"
         clusters = capability >= 90

@@ -179,19 +179,24 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
   return static_cast<int>(ceil_div(chunks, int64_t{kWarpSize} * chunks_per_thread) * kWarpSize);
 }
 
-// Whether rows of a few warps are faster by column because many of them are copied in bulk, all
-// tensors being of one 16-bit type: but for those whose chunks leave hardly a lane idle, or few of
+// Whether 16-bit rows of a few warps are faster by column because many of them are copied in bulk:
+// with parameters of the same type, but for those whose chunks leave hardly a lane idle, or few of
 // one warp. Of a copy on an H200, in chunks or pairs of columns and so: bfloat16 1101 .905 and .95,
 // 1317 .89 and .99, 1502 .875 and .99, 1601 .85 and .98, 1802 .925 and .99, 2201 .835 and 1.00,
 // 2302 .85 and 1.00, 2601 .93 and 1.00, 2801 .95 and .985, 3301 .895 and 1.00, 3601 .935 and .985,
 // 5001 .965 and .99, 5501 .94 and .985; but 1025 .96 and .91, 4095 .99 and .985, 6002 .975 and .93.
-// On an H100 this is not measured, nor done.
+// With float32 parameters 1102 .86 and .98, 1317 .80 and .99, 2301 .815 and .99, 2601 .775
+// and 1.00, 3302 .895 and .985. On an H100 this is not measured, nor done.
 bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kLeast = 1088, kMost = 5632;
+  const bool wide = has_wide_parameters(problem);
+  if (device.compute_capability < 90 || has_slow_memory(device) || problem.cols <= kLeast ||
+      problem.cols > kMost || !(wide || is_slowed(problem, device))) {
+    return false;
+  }
   const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
   const int64_t room = forward_threads(chunks, kRegisterChunks) * int64_t{kRegisterChunks};
-  return device.compute_capability >= 90 && is_slowed(problem, device) && problem.cols > kLeast &&
-         problem.cols <= kMost && 1000 * chunks < 985 * room;
+  return wide || 1000 * chunks < 985 * room;
 }
 
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
@@ -199,8 +204,8 @@ bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& dev
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
   const bool uneven = is_uneven(problem);
   const bool by_bulk = bulk_fills_warps(problem, device);
-  const int most_threads = !problem.one_dtype          ? kMaxThreadsPerRow
-                           : by_bulk                   ? kMaxBulkWarps * kWarpSize
+  const int most_threads = by_bulk                     ? kMaxBulkWarps * kWarpSize
+                           : !problem.one_dtype        ? kMaxThreadsPerRow
                            : has_even_columns(problem) ? kMaxPairedWarps * kWarpSize
                                                        : 3 * kWarpSize;
   // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7

@@ -387,10 +387,11 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // warps, are copied in bulk (see copies_in_bulk). In the ring and so: bfloat16 513 columns .585 and
 // .885, 769 .75 and .86, 1025 .84 and .87, 1101 .695 and .86, 1401 .84 and .87, 1701 .78 and .865,
 // 2049 .83 and .87, 2401 .815 and .855, 3001 .82 and .845, 3601 .78 and .87, 4095 .835 and .86,
-// 4097 .795 and .88, 5001 .73 and .86, 6145 .68 and .83, but 1535 .88 and .865; even ones alike.
-// Rows elsewhere, or few of them, are slower by column than in the ring, most by a tenth: 2047 .84
-// and .81, 3193 .72 and .69, 4095 .83 and .80, 4097 .79 and .715, 8192 x 1023 .65 and .63, 1024 x
-// 4095 .51 and .40.
+// 4097 .795 and .88, 5001 .73 and .86, 6145 .68 and .83; even ones alike. But those of up to four
+// warps with hardly an idle lane are about the same: 1535 .88 and .865, 2047 .87 and .875, of 268
+// MB 1023 .92 and .91. And rows elsewhere, or few of them, are slower by column than in the ring:
+// 2047 .84 and .81, 3193 .72 and .69, 4095 .83 and .80, 4097 .79 and .715, 8192 x 1023 .65 and .63,
+// 1024 x 4095 .55 and .47.
 //
 // Those of a block of 13 warps are better by column as well, and so are even numbers of columns,
 // which move in pairs (7002 .72 and .79, 8190 .755 and .82), but in clusters (10002 .72 and .64).
