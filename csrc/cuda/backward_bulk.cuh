@@ -26,13 +26,12 @@ namespace fastnorm::cuda {
 // H200, from a whole granule on and so, bfloat16 1023 columns .80 and .88, 1101 .80 and .88, 4095
 // .81 and .85, 5001 .81 and .855, 7001 .76 and .845.
 struct BulkTile {
-  int rows, cols;
+  int rows, tensor_bytes;  // of x, or of dy
+  int bytes, stages;       // of all of a stage, and how many there are
 
-  __device__ __forceinline__ int tensor_bytes() const { return bulk_tensor_bytes(rows, cols); }
   __device__ __forceinline__ int statistic_bytes() const {
     return rows * static_cast<int>(sizeof(float));
   }
-  __device__ __forceinline__ int bytes() const { return bulk_stage_bytes(rows, cols); }
 };
 
 // The ring's barriers: `full` when a tile has arrived, `written` when dx has taken the place of x.
@@ -69,9 +68,9 @@ __device__ __forceinline__ int granules_up(int bytes) {
 template <bool kShort, class X>
 __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const BulkTile& tile,
                                            const BulkBarriers& barriers, unsigned char* memory,
-                                           int stages, int64_t first, int64_t step, int count) {
+                                           int64_t first, int64_t step, int count) {
   const int lane = threadIdx.x % kWarpSize;
-  const int row_bytes = tile.cols * static_cast<int>(sizeof(X));
+  const int row_bytes = static_cast<int>(p.cols) * static_cast<int>(sizeof(X));
   const auto rows_from = [&](int64_t row) {
     return static_cast<int>(min(p.rows - row, static_cast<int64_t>(tile.rows)));
   };
@@ -80,19 +79,18 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
   };
   const auto fetch = [&](int64_t row, int s) {
     const int rows = rows_from(row);
-    unsigned char* const stage = memory + s * tile.bytes();
+    unsigned char* const stage = memory + s * tile.bytes;
     // visit(place in the stage, place in memory, from where on, bytes of a row)
     const auto each = [&](const auto& visit) {
       const int offset = offset_of(row);
       const auto from_memory = [&](const auto* tensor, int width, int behind) {
         return reinterpret_cast<const unsigned char*>(tensor) + (row * width - behind);
       };
-      const int tensor_bytes = tile.tensor_bytes();
       visit(stage, from_memory(p.x, row_bytes, offset), offset, row_bytes);
-      visit(stage + tensor_bytes, from_memory(p.dy, row_bytes, offset), offset, row_bytes);
+      visit(stage + tile.tensor_bytes, from_memory(p.dy, row_bytes, offset), offset, row_bytes);
       if constexpr (kShort) {
         constexpr int kWidth = static_cast<int>(sizeof(float));
-        unsigned char* const means = stage + 2 * tensor_bytes;
+        unsigned char* const means = stage + 2 * tile.tensor_bytes;
         visit(means, from_memory(p.mean, kWidth, 0), 0, kWidth);
         visit(means + tile.statistic_bytes(), from_memory(p.rstd, kWidth, 0), 0, kWidth);
       }
@@ -129,13 +127,13 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
     });
   };
 
-  for (int s = 0; s < min(stages, count); ++s) fetch(first + s * step, s);
+  for (int s = 0; s < min(tile.stages, count); ++s) fetch(first + s * step, s);
   BulkTurn turn;
   int64_t row = first;
   for (int i = 0; i < count; ++i) {
     const int begin = offset_of(row), end = begin + rows_from(row) * row_bytes;
     const int from = granules_up(begin), to = granules_down(end);
-    const unsigned char* const staged = memory + turn.stage * tile.bytes();
+    const unsigned char* const staged = memory + turn.stage * tile.bytes;
     unsigned char* const dx = reinterpret_cast<unsigned char*>(p.dx) + (row * row_bytes - begin);
     wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
     if (lane == 0) store_bulk(dx + from, shared_address(staged + from), to - from);
@@ -150,8 +148,8 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
     publish_to_copies();  // single elements have been read, too
     if (lane == 0) wait_bulk_reads();
     __syncwarp();
-    if (i + stages < count) fetch(row + stages * step, turn.stage);
-    turn.advance(stages);
+    if (i + tile.stages < count) fetch(row + tile.stages * step, turn.stage);
+    turn.advance(tile.stages);
     row += step;
   }
 }
@@ -232,7 +230,7 @@ constexpr int kBulkWarps =
 // two does.
 template <class X, RingSpan kSpan, int kLanes, int kPairs, bool kEven>
 __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWarpSize, 1)
-    backward_bulk(const RingParameters<X> p, int stages) {
+    backward_bulk(const RingParameters<X> p, const BulkTile tile) {
   if (!kStreams) return;
   constexpr bool kShort = kSpan == RingSpan::kWarp;
   constexpr int kStep = 2 * kLanes;
@@ -251,7 +249,7 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
   const int warp = warp_index();
   const int warps = kShort ? kBulkWarps<kSpan, kLanes, kPairs> : p.groups * p.warps;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; ++s) {
+    for (int s = 0; s < tile.stages; ++s) {
       init_barrier(barriers.full_of(s), 1);
       init_barrier(barriers.written_of(s), warps);
     }
@@ -271,7 +269,6 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
   const int column = threadIdx.x % kLanes * 2;
   const int left = begin_of_run<kShort>(p, row_warp + 1) - begin - column;
   const int cols = static_cast<int>(p.cols);
-  const BulkTile tile{(kShort ? warps : p.groups) * kTeams * kBulkRows, cols};
   const int64_t tiles = (p.rows + tile.rows - 1) / tile.rows;
   const int count = static_cast<int>((tiles - 1 - blockIdx.x + gridDim.x) / gridDim.x);
   const int64_t first = int64_t{blockIdx.x} * tile.rows;
@@ -279,7 +276,7 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
 
   Values dw = {}, db = {};
   if (warp == warps) {
-    copy_tiles<kShort>(p, tile, barriers, bulk_memory, stages, first, step, count);
+    copy_tiles<kShort>(p, tile, barriers, bulk_memory, first, step, count);
   } else {
     Values weight;
     Columns::load_weight(weight, p.weight, p.weight_dtype, begin + column, left);
@@ -302,15 +299,14 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
       later_rstds = row < p.rows ? __ldg(p.rstd + row) : 0;
     };
     if (!kShort) load_statistics(0);
-    const unsigned statistics =
-        shared_address(bulk_memory) + 2 * tile.tensor_bytes() + own * kFloat;
+    const unsigned statistics = shared_address(bulk_memory) + 2 * tile.tensor_bytes + own * kFloat;
     BulkTurn turn;
     // Bytes from the tensor's begin to the tile's, as far as sectors are concerned.
     unsigned low = static_cast<unsigned>(first) * cols * kSize;
     const unsigned low_step = static_cast<unsigned>(step) * cols * kSize;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      const unsigned stage = turn.stage * tile.bytes();
+      const unsigned stage = turn.stage * tile.bytes;
       const unsigned place = mine + stage + (kShort ? 0 : low % kSectorBytes);
       const unsigned second = place + cols * kSize;
       float mean[kBulkRows], rstd[kBulkRows];
@@ -337,13 +333,13 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
       Values x[kBulkRows], dy[kBulkRows];
       if constexpr (kEven) {
         Columns::template load<false>(x[0], place, left);
-        Columns::template load<false>(dy[0], place + tile.tensor_bytes(), left);
+        Columns::template load<false>(dy[0], place + tile.tensor_bytes, left);
       } else {
         Columns::load_odd(x[0], place, left);
-        Columns::load_odd(dy[0], place + tile.tensor_bytes(), left);
+        Columns::load_odd(dy[0], place + tile.tensor_bytes, left);
       }
       Second::template load<false>(x[1], second, left);
-      Second::template load<false>(dy[1], second + tile.tensor_bytes(), left);
+      Second::template load<false>(dy[1], second + tile.tensor_bytes, left);
       Sums<float> sums[kBulkRows];
 #pragma unroll
       for (int r = 0; r < kBulkRows; ++r) sums[r] = Columns::sum(x[r], dy[r], weight, mean[r]);
@@ -369,7 +365,7 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
       publish_to_copies();
       __syncwarp();
       if (threadIdx.x % kWarpSize == 0) arrive(barriers.written_of(turn.stage));
-      turn.advance(stages);
+      turn.advance(tile.stages);
       low += low_step;
     }
   }
@@ -399,9 +395,11 @@ cudaError_t launch_backward_bulk(const RingParameters<X>& p, const BackwardPlan&
     const cudaError_t error =
         allow_blocks(reinterpret_cast<const void*>(kernel), kMostBulkBytes, false, prepared);
     if (error != cudaSuccess) return error;
+    const BulkTile tile{plan.rows_per_block, bulk_tensor_bytes(plan.rows_per_block, p.cols),
+                        bulk_stage_bytes(plan.rows_per_block, p.cols), plan.bulk_stages};
     return Launch(plan.blocks, dim3(block_threads(plan) + kWarpSize), stream)
-        .with_shared(plan.bulk_stages * bulk_stage_bytes(plan.rows_per_block, p.cols))
-        .in_clusters(plan.merged)(kernel, p, plan.bulk_stages);
+        .with_shared(tile.stages * tile.bytes)
+        .in_clusters(plan.merged)(kernel, p, tile);
   };
   return p.cols % 2 == 0 ? launch(std::true_type()) : launch(std::false_type());
 }
