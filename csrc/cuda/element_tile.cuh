@@ -1,5 +1,5 @@
-// Columns of rows that end within a chunk, as the forward's lanes have them,
-// and what the warps of a block do that hold such a row together.
+// Columns of rows that end within a chunk, as the forward's lanes have them, and what the warps of
+// a block do that hold such a row together.
 #pragma once
 
 #include "forward_start.cuh"
@@ -8,27 +8,24 @@
 
 namespace fastnorm::cuda {
 
-// Of which rows the pairs of columns lie in whole words: of all, as where rows
-// have an even number of columns, of every other one from the first on, where
-// it is odd, or of none that is known. Of a copy on an H200, 134 MB of
-// bfloat16, single columns and so: 82 .69 and .82, 130 .67 and .91, 250 .78 and
-// .96, 500 .845 and .975, 750 .89 and .98; odd 129 .66 and .785, 449 .835 and
-// .905, 901 .855 and .915.
+// Of which rows the pairs of columns lie in whole words: of all, as where rows have an even number
+// of columns, of every other one from the first on, where it is odd, or of none that is known. Of a
+// copy on an H200, 134 MB of bfloat16, single columns and so: 82 .69 and .82, 130 .67 and .91, 250
+// .78 and .96, 500 .845 and .975, 750 .89 and .98; odd 129 .66 and .785, 449 .835 and .905, 901
+// .855 and .915.
 enum class Pairing { kNone, kAll, kAlternate };
 
-// kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly
-// exist in every lane: in registers (kHeld), or in shared memory, where they
-// are read anew for each pass.
+// kRows rows of kLanes lanes, in kSteps steps each, of which kWhole certainly exist in every lane:
+// in registers (kHeld), or in shared memory, where they are read anew for each pass.
 template <class X, int kLanes, int kSteps, int kWhole, int kRows, Pairing kPairing,
           bool kHeld = true>
 class ElementTile {
  public:
   static constexpr int kCount = kSideBySide<X>;
   static constexpr int kStep = kLanes * kCount;
-  // Whether rows are summed as they are first (see moments.cuh). With more
-  // columns in a lane that takes up to 128 registers: on 92 multiprocessors of
-  // an H100 66 columns of bfloat16 .715 -> .775 of a copy, 257 .845 -> .875,
-  // 602 .98 -> 1.00, but 511 .915 -> .91, 769 of float16 .91 -> .89.
+  // Whether rows are summed as they are first (see moments.cuh). With more columns in a lane that
+  // takes up to 128 registers: on 92 multiprocessors of an H100 66 columns of bfloat16 .715 -> .775
+  // of a copy, 257 .845 -> .875, 602 .98 -> 1.00, but 511 .915 -> .91, 769 of float16 .91 -> .89.
   static constexpr bool kSums = kIs16Bit<X> && kSteps <= 12;
 
   __device__ __forceinline__ explicit ElementTile(int cols)
@@ -59,8 +56,7 @@ class ElementTile {
     rows_[r] = row + column_ * static_cast<int>(sizeof(X));
   }
 
-  // Of the columns that a warp's lanes, or kLanes of them, have of each row,
-  // `cols` together.
+  // Of the columns that a warp's lanes, or kLanes of them, have of each row, `cols` together.
   __device__ __forceinline__ void moments(SetMoments<float> (&sets)[kRows], int cols,
                                           float inverse_cols) const {
     constexpr int kFirst = 4;  // columns whose mean is the point of reference
@@ -128,9 +124,8 @@ class ElementTile {
     }
   }
 
-  // Puts y of row r from place(r) on. Weight and bias are read once for all
-  // rows; as pairs where both are there and aligned. `first_column`: of the
-  // row, where the warp's begin.
+  // Puts y of row r from place(r) on. Weight and bias are read once for all rows; as pairs where
+  // both are there and aligned. `first_column`: of the row, where the warp's begin.
   template <class W, class Place>
   __device__ __forceinline__ void put(const SetMoments<float> (&sets)[kRows],
                                       const float (&rstd)[kRows], const W* weight, const W* bias,
@@ -232,9 +227,8 @@ class ElementTile {
   }
 };
 
-// Rows that the warps of a block hold together. The first warps have
-// p.warp_steps steps of pairs of columns each, those from p.first_longer_warp
-// on one more.
+// Rows that the warps of a block hold together. The first warps have p.warp_steps steps of pairs of
+// columns each, those from p.first_longer_warp on one more.
 template <class X, class W, int kRows>
 struct ElementRuns {
   static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
@@ -247,8 +241,8 @@ struct ElementRuns {
     return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
   }
 
-  // The moments of rows, from those of this warp's run on, and what follows
-  // from them. Writes mean and rstd. All warps meet.
+  // The moments of rows, from those of this warp's run on, and what follows from them. Writes mean
+  // and rstd. All warps meet.
   __device__ __forceinline__ void merge(SetMoments<float> (&sets)[kRows], float (&rstd)[kRows],
                                         Storage& storage, int64_t first_row) const {
     const int lane = threadIdx.x % kWarpSize;

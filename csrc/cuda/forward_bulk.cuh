@@ -1,14 +1,13 @@
-// The forward of many 16-bit rows that end within a chunk and lie one behind
-// the other: as they lie in memory. x of a block comes by one bulk copy, and y
-// takes its place and leaves by another.
+// The forward of many 16-bit rows that end within a chunk and lie one behind the other: as they lie
+// in memory. x of a block comes by one bulk copy, and y takes its place and leaves by another.
 #pragma once
 
 #include "element_tile.cuh"
 
 namespace fastnorm::cuda {
 
-// Rows of a block, from the sector on in which they begin: as far behind a
-// whole one of shared memory.
+// Rows of a block, from the sector on in which they begin: as far behind a whole one of shared
+// memory.
 template <class X>
 struct BulkElements {
   static constexpr int kSize = static_cast<int>(sizeof(X));
@@ -30,8 +29,7 @@ struct BulkElements {
   static __device__ __forceinline__ int down(int at) { return at & -kGranule; }
   static __device__ __forceinline__ int up(int at) { return down(at + kGranule - 1); }
 
-  // The granules in which they lie; elements after the last whole one of the
-  // tensor one by one.
+  // The granules in which they lie; elements after the last whole one of the tensor one by one.
   __device__ __forceinline__ void copy_in(X* stage, const X* tensor, unsigned barrier) const {
     const int thread = static_cast<int>(threadIdx.x);
     const X* const x = tensor + origin;
@@ -55,21 +53,18 @@ struct BulkElements {
   }
 };
 
-// Blocks of forward_bulk_elements that a multiprocessor holds at least, of 40
-// registers, in which none of them spills.
+// Blocks that a multiprocessor holds at least: 48 warps of 40 registers, in which no kernel spills.
 constexpr int kBulkBlocks = kStreams ? 48 * kWarpSize / kElementRowThreads : 1;
 constexpr int kBulkLongBlocks = kStreams ? 48 / kMaxBulkWarps : 1;
 
-// The same of 16-bit rows that lie one behind the other, as they lie in memory:
-// x of a block comes by one bulk copy, and y takes its place and leaves by
-// another. Lanes read x from shared memory once for the moments and once more
-// for y. Of a copy on an H200, 134 MB of bfloat16, as above, held in 48 to 80
-// registers between the two, and so: 97 columns -, .79, .88; 126 .91, .96, .98;
-// 129 .78, .83, .95; 191 .80, .83, .98; 225 .70, .845, .96; 257 .866, .95, .96;
-// 333 .83, .86, .98; 750 -, .88, .98; but 67 .685, .765, .74, 250 .88, .985,
-// .965; 500 .88, .99, .97; 511 .83, .97, .95. (Of float32, whose columns are
-// single ones in any case, as above and held: 131 .98 and .98, 257 .96 and
-// .97.)
+// Rows of a warp and less. Lanes read x from shared memory once for the moments and once more for
+// y. Of a copy on an H200, 134 MB of bfloat16, not in bulk, held in 48 to 80 registers between the
+// two, and so: 97 columns -, .79, .88; 126 .91, .96, .98; 129 .78, .83, .95; 191 .80, .83, .98; 225
+// .70, .845, .96; 257 .866, .95, .96; 333 .83, .86, .98; 750 -, .88, .98; but 67 .685, .765, .74,
+// 250 .88, .985, .965; 500 .88, .99, .97; 511 .83, .97, .95. (Of float32, whose columns are single
+// ones in any case, not in bulk and held: 131 .98 and .98, 257 .96 and .97.) Odd rows of a warp
+// begin within a sector every other time; from a whole granule and, as here, from the same place in
+// a sector on 513 .935 and .96, 601 .95 and .985, 801 .95 and .99, 901 .93 and .98.
 template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing>
 __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
     forward_bulk_elements(const ForwardParameters<X, X, W> p) {
@@ -92,27 +87,24 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
   __syncwarp();  // racecheck takes the lanes of the warp for one another here
   start_block(p);
 
-  // The block's first row, each time anew, or what follows from it would stay
-  // in registers.
+  // The block's first row, each time anew, or what follows from it would stay in registers.
   const auto find_first_row = [] {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
     return int64_t{block} * kBlockRows;
   };
   const int cols = static_cast<int>(p.cols);
-  // Teams of fewer lanes have so many rows in a block that these begin at whole
-  // sectors.
+  // Teams of fewer lanes have so many rows in a block that these begin at whole sectors.
   const auto part = [&] { return BulkElements<X>(p, find_first_row(), kBlockRows, kTeams > 1); };
   part().copy_in(sectors, p.x, barrier);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
 
-  // The first of this lane's rows in the block. Teams of a warp read side by
-  // side, so their rows are as far apart as puts them into different banks of
-  // shared memory. Where so many warps cannot do that, four teams come close to
-  // it as far apart as they can be: of a copy on an H200, from banks that
-  // follow from neighbouring rows and so, 129 columns of bfloat16 .67 and .95,
-  // 191 .70 and .98, 225 .68 and .96. Two do not (257 .94 for .96).
+  // The first of this lane's rows in the block. Teams of a warp read side by side, so their rows
+  // are as far apart as puts them into different banks of shared memory. Where so many warps cannot
+  // do that, four teams come close to it as far apart as they can be: of a copy on an H200, from
+  // banks that follow from neighbouring rows and so, 129 columns of bfloat16 .67 and .95, 191 .70
+  // and .98, 225 .68 and .96. Two do not (257 .94 for .96).
   int apart = kLanes / (cols & -cols);
   if (kWarps % apart != 0) apart = kTeams > 2 ? kWarps : 1;
   const int warp = thread / kWarpSize, team = thread % kWarpSize / kLanes;
@@ -133,8 +125,7 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
       p.rstd[row + r] = rstd[r];
     }
   }
-  // Each lane in the place of what it has read. (There is room for rows that do
-  // not exist.)
+  // Each lane in the place of what it has read. (There is room for rows that do not exist.)
   tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * cols; });
   publish_to_copies();
   __syncthreads();
@@ -142,7 +133,9 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
   part().copy_out(p.y, sectors);
 }
 
-// Rows that the warps of a block hold together, likewise: two of them.
+// Likewise two rows that the warps of a block hold together. Of a copy, as above, in chunks or
+// pairs of columns and so: 1101 .90 and .94, 1317 .89 and .985, 1502 .875 and .99, 2305 .845 and
+// .985, 3301 .885 and .995, 5001 .96 and .98.
 template <class X, class W, int kSteps, int kRows, Pairing kPairing>
 __global__ void __launch_bounds__(kMaxBulkWarps* kWarpSize, kBulkLongBlocks)
     forward_bulk_long_elements(const ForwardParameters<X, X, W> p) {

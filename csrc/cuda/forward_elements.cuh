@@ -1,12 +1,11 @@
-// The forward of rows that end within a chunk, column by column: wherever such
-// rows begin, no chunk of theirs need be shifted into place. y passes through
-// shared memory and leaves it in whole granules.
+// The forward of rows that end within a chunk, column by column: wherever such rows begin, no chunk
+// of theirs need be shifted into place. y passes through shared memory and leaves it in whole
+// granules.
 //
-// A lane has neighbouring pairs of columns of a 16-bit row, or single ones of
-// float32, kLanes of them apart; where pairs lie in whole words of memory they
-// move as such. Short rows have few lanes, for sums over lanes take their time:
-// as many that each has at most kMostElementColumns columns. Longer rows are
-// shared out evenly among warps.
+// A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
+// them apart; where pairs lie in whole words of memory they move as such. Short rows have few
+// lanes, for sums over lanes take their time: as many that each has at most kMostElementColumns
+// columns. Longer rows are shared out evenly among warps.
 #pragma once
 
 #include "forward_bulk.cuh"
@@ -14,9 +13,9 @@
 
 namespace fastnorm::cuda {
 
-// Blocks that a multiprocessor holds at least: eight, of 64 registers, where
-// they do. 257 columns of bfloat16 .851 of a copy on an H200 in 71 of them,
-// .868 so. (Of ten steps float16 spills in 64, of twelve both.)
+// Blocks that a multiprocessor holds at least: eight, of 64 registers, where they do. 257 columns
+// of bfloat16 .851 of a copy on an H200 in 71 of them, .868 so. (Of ten steps float16 spills in 64,
+// of twelve both.)
 template <class X, int kSteps, Pairing kPairing>
 constexpr int kElementBlocks =
     std::is_same_v<X, __nv_bfloat16> && kSteps == 10 && kPairing == Pairing::kAlternate ? 8 : 1;
@@ -24,8 +23,7 @@ constexpr int kElementBlocks =
 template <class X, class W, int kLanes, int kSteps, int kRows, Pairing kPairing>
 __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps, kPairing>))
     forward_elements(const ForwardParameters<X, X, W> p) {
-  // Rows are planned so that the last two pairs of columns may be missing, and
-  // no others.
+  // Rows are planned so that the last two pairs of columns may be missing, and no others.
   constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
   using Tile = ElementTile<X, kLanes, kSteps, kWhole, kRows, kPairing>;
   constexpr int kTeams = kWarpSize / kLanes;  // rows side by side
@@ -46,8 +44,7 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
   Tile tile(cols);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    // Beyond the last row, that one again, or the last that begins as this one
-    // does.
+    // Beyond the last row, that one again, or the last that begins as this one does.
     const int64_t last = kPairing == Pairing::kAlternate ? (p.rows - 1) / 2 * 2 : p.rows - 1;
     tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : last) * p.x_row_stride);
   }
