@@ -236,6 +236,16 @@ __device__ __forceinline__ void meet_group(int group, int warps) {
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(warps * kWarpSize) : "memory");
 }
 
+// The last multiple that is no more, and the first that is no less.
+template <int kMultiple>
+__device__ __forceinline__ int round_down(int n) {
+  return n & -kMultiple;
+}
+template <int kMultiple>
+__device__ __forceinline__ int round_up(int n) {
+  return round_down<kMultiple>(n + kMultiple - 1);
+}
+
 // Copies granules from device memory to shared memory; the barrier counts their bytes.
 __device__ __forceinline__ void copy_bulk(unsigned target, const void* source, int bytes,
                                           unsigned barrier) {

@@ -57,11 +57,6 @@ struct BulkTurn {
   }
 };
 
-__device__ __forceinline__ int granules_down(int bytes) { return bytes & -kChunkBytes; }
-__device__ __forceinline__ int granules_up(int bytes) {
-  return granules_down(bytes + kChunkBytes - 1);
-}
-
 // What the warp that copies does: `count` tiles, from row `first` on and each `step` rows behind
 // the one before. kShort: tiles of at least 16 rows, which begin at whole sectors, with mean and
 // rstd. Others begin anywhere, and are copied by the granules in which they lie.
@@ -102,7 +97,7 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
       each([&](unsigned char* target, const unsigned char* source, int offset, int width) {
         constexpr int kSize = static_cast<int>(sizeof(uint16_t));
         const int end = offset + rows * width;
-        for (int at = granules_down(end) + lane * kSize; at < offset + tile.rows * width;
+        for (int at = round_down<kChunkBytes>(end) + lane * kSize; at < offset + tile.rows * width;
              at += kWarpSize * kSize) {
           *reinterpret_cast<uint16_t*>(target + at) =
               at < end ? *reinterpret_cast<const uint16_t*>(source + at) : uint16_t{0};
@@ -114,7 +109,8 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
     const unsigned barrier = barriers.full_of(s);
     const auto bytes_of = [&](int offset, int width) {
       const int end = offset + rows * width;
-      return (last ? granules_down(end) : granules_up(end)) - granules_down(offset);
+      return (last ? round_down<kChunkBytes>(end) : round_up<kChunkBytes>(end)) -
+             round_down<kChunkBytes>(offset);
     };
     int bytes = 0;
     each([&](unsigned char*, const unsigned char*, int offset, int width) {
@@ -122,7 +118,7 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
     });
     arrive_and_expect(barrier, bytes);
     each([&](unsigned char* target, const unsigned char* source, int offset, int width) {
-      const int part = bytes_of(offset, width), from = granules_down(offset);
+      const int part = bytes_of(offset, width), from = round_down<kChunkBytes>(offset);
       if (part > 0) copy_bulk(shared_address(target + from), source + from, part, barrier);
     });
   };
@@ -132,7 +128,7 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
   int64_t row = first;
   for (int i = 0; i < count; ++i) {
     const int begin = offset_of(row), end = begin + rows_from(row) * row_bytes;
-    const int from = granules_up(begin), to = granules_down(end);
+    const int from = round_up<kChunkBytes>(begin), to = round_down<kChunkBytes>(end);
     const unsigned char* const staged = memory + turn.stage * tile.bytes;
     unsigned char* const dx = reinterpret_cast<unsigned char*>(p.dx) + (row * row_bytes - begin);
     wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);

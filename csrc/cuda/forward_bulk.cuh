@@ -26,14 +26,12 @@ struct BulkElements {
     end = begin + static_cast<int>(min(p.rows - row, int64_t{rows})) * static_cast<int>(p.cols);
   }
 
-  static __device__ __forceinline__ int down(int at) { return at & -kGranule; }
-  static __device__ __forceinline__ int up(int at) { return down(at + kGranule - 1); }
-
   // The granules in which they lie; elements after the last whole one of the tensor one by one.
   __device__ __forceinline__ void copy_in(X* stage, const X* tensor, unsigned barrier) const {
     const int thread = static_cast<int>(threadIdx.x);
     const X* const x = tensor + origin;
-    const int from = down(begin), to = last ? down(end) : up(end);
+    const int from = round_down<kGranule>(begin);
+    const int to = last ? round_down<kGranule>(end) : round_up<kGranule>(end);
     if (thread == 0) {
       arrive_and_expect(barrier, (to - from) * kSize);
       copy_bulk(shared_address(stage + from), x + from, (to - from) * kSize, barrier);
@@ -45,13 +43,32 @@ struct BulkElements {
   __device__ __forceinline__ void copy_out(X* tensor, const X* stage) const {
     const int thread = static_cast<int>(threadIdx.x);
     X* const y = tensor + origin;
-    const int from = up(begin), to = down(end);
+    const int from = round_up<kGranule>(begin), to = round_down<kGranule>(end);
     if (thread == 0) store_bulk(y + from, shared_address(stage + from), (to - from) * kSize);
     if (begin + thread < from) y[begin + thread] = stage[begin + thread];
     if (to + thread < end) y[to + thread] = stage[to + thread];
     if (thread == 0) wait_bulk_reads();
   }
 };
+
+// What a block does first: the barrier is that of its copy.
+template <class Parameters>
+__device__ __forceinline__ void start_bulk_block(const Parameters& p, unsigned barrier) {
+  if (threadIdx.x == 0) {
+    init_barrier(barrier, 1);
+    publish_barriers();
+  }
+  __syncwarp();  // racecheck takes the lanes of the warp for one another here
+  start_block(p);
+}
+
+// Of kRows rows, each time anew, or what follows from it would stay in registers.
+template <int kRows>
+__device__ __forceinline__ int64_t first_row_of_block() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return int64_t{block} * kRows;
+}
 
 // Blocks that a multiprocessor holds at least: 48 warps of 40 registers, in which no kernel spills.
 constexpr int kBulkBlocks = kStreams ? 48 * kWarpSize / kElementRowThreads : 1;
@@ -80,22 +97,13 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
   __shared__ uint64_t barrier_storage;
   const unsigned barrier = shared_address(&barrier_storage);
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    init_barrier(barrier, 1);
-    publish_barriers();
-  }
-  __syncwarp();  // racecheck takes the lanes of the warp for one another here
-  start_block(p);
+  start_bulk_block(p, barrier);
 
-  // The block's first row, each time anew, or what follows from it would stay in registers.
-  const auto find_first_row = [] {
-    int block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    return int64_t{block} * kBlockRows;
-  };
   const int cols = static_cast<int>(p.cols);
   // Teams of fewer lanes have so many rows in a block that these begin at whole sectors.
-  const auto part = [&] { return BulkElements<X>(p, find_first_row(), kBlockRows, kTeams > 1); };
+  const auto part = [&] {
+    return BulkElements<X>(p, first_row_of_block<kBlockRows>(), kBlockRows, kTeams > 1);
+  };
   part().copy_in(sectors, p.x, barrier);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
@@ -116,7 +124,7 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
   SetMoments<float> sets[kRows];
   float rstd[kRows];
   tile.moments(sets, cols, p.inverse_cols);
-  const int64_t row = find_first_row() + own;
+  const int64_t row = first_row_of_block<kBlockRows>() + own;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
@@ -149,18 +157,8 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarpSize, kBulkLongBlocks)
   X* const sectors = reinterpret_cast<X*>(bulk_sectors);
   const unsigned barrier = shared_address(&barrier_storage);
   const int thread = static_cast<int>(threadIdx.x);
-  if (thread == 0) {
-    init_barrier(barrier, 1);
-    publish_barriers();
-  }
-  __syncwarp();
-  start_block(p);
-  const auto find_first_row = [] {
-    int block;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-    return int64_t{block} * kRows;
-  };
-  const auto part = [&] { return BulkElements<X>(p, find_first_row(), kRows, false); };
+  start_bulk_block(p, barrier);
+  const auto part = [&] { return BulkElements<X>(p, first_row_of_block<kRows>(), kRows, false); };
   part().copy_in(sectors, p.x, barrier);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
@@ -177,7 +175,7 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarpSize, kBulkLongBlocks)
   SetMoments<float> sets[kRows];
   float rstd[kRows];
   tile.moments(sets, cols, quotient(1.f, static_cast<float>(cols)));
-  runs.merge(sets, rstd, warp_moments, find_first_row());
+  runs.merge(sets, rstd, warp_moments, first_row_of_block<kRows>());
   tile.put(sets, rstd, p.weight, p.bias, begin,
            [&](int r) { return staged + r * static_cast<int>(p.cols); });
   publish_to_copies();
