@@ -74,7 +74,8 @@ py::dict build_info() {
 cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
                                const std::optional<std::string>& weight_grads,
                                std::optional<int> cluster_size, std::optional<int> merged,
-                               std::optional<bool> exchange_warp, std::optional<int> blocks) {
+                               std::optional<bool> exchange_warp, std::optional<int> blocks,
+                               std::optional<bool> in_bulk) {
   cuda::PlanRequest request;
   if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
   if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
@@ -82,6 +83,7 @@ cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
   request.merged = merged;
   request.exchange_warp = exchange_warp;
   request.blocks = blocks;
+  request.in_bulk = in_bulk;
   return request;
 }
 
@@ -111,11 +113,11 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
               const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size,
               std::optional<int> merged, std::optional<bool> exchange_warp,
-              std::optional<int> blocks) {
+              std::optional<int> blocks, std::optional<bool> in_bulk) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
                                       memory_bandwidth};
   const cuda::PlanRequest request =
-      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp, blocks);
+      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp, blocks, in_bulk);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
@@ -178,17 +180,20 @@ PYBIND11_MODULE(_C, m) {
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
         py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
         py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
+        py::arg("in_bulk") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
          std::optional<int> cluster_size, std::optional<int> merged,
-         std::optional<bool> exchange_warp, std::optional<int> blocks) {
+         std::optional<bool> exchange_warp, std::optional<int> blocks,
+         std::optional<bool> in_bulk) {
         fastnorm::inspection::force_cuda_plan(fastnorm::make_request(
-            kernel, weight_grads, cluster_size, merged, exchange_warp, blocks));
+            kernel, weight_grads, cluster_size, merged, exchange_warp, blocks, in_bulk));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
       py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
       py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
+      py::arg("in_bulk") = py::none(),
       "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
 }

@@ -481,6 +481,32 @@ def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
             assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
 
 
+@pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
+@pytest.mark.parametrize("chunks", [9, 10, 11, 13, 17, 19, 23, 25, 31, 33, 39, 41, 49, 57, 65, 95])
+def test_forward_of_whole_chunks_by_bulk_copies(chunks: int, dtype: torch.dtype) -> None:
+    """Of as many rows that lie one behind the other as it takes: the bits of other rows."""
+    cols = chunks * 16 // dtype.itemsize
+    in_bulk = 0
+    for rows in (450_001 // chunks, 3_300_017 // chunks):
+        x, _, weight, bias = _arguments(rows, cols, dtype)
+        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+            one_dtype = parameters[1].dtype == dtype
+            in_bulk += plan_here(
+                "forward", rows, cols, dtype, one_dtype=one_dtype, contiguous=True
+            )["in_bulk"]  # fmt: skip
+            results = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)
+            others = ops.layer_norm_forward(_narrowed(x), [cols], *parameters, 1e-5, None)
+            assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
+    last = torch.cat((x[:5], x[-11:]))
+    expected = ops.layer_norm_forward(last, [cols], None, bias, 1e-5, None)
+    for result, few in zip(results, expected, strict=True):
+        assert torch.cat((result[:5], result[-11:])).equal(few)
+    check_forward(last, [cols], weight, bias)
+    properties = torch.cuda.get_device_properties(0)
+    if properties.major >= 9 and "H100" not in properties.name:
+        assert in_bulk > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
     "cols",

@@ -119,6 +119,8 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             for contiguous in (True, False)
         )
         in_bulk = plan.get("in_bulk") or plan.get("bulk_stages", 0) > 0
+        if plan["kernel"] == "short_rows":  # see below
+            continue
         by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
         many = SIZES[dtype] == 2 and rows > 1000
         fits = cols <= (5632 if forward else 6272)
@@ -143,6 +145,36 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             slow = {"memory_bandwidth": 3352}
             slow_plan = _C.plan(direction, rows, cols, dtype, contiguous=True, **slow)
             assert (slow_plan["bulk_stages"] > 0) == (cols <= 512)
+
+
+@pytest.mark.parametrize("one_dtype", [True, False])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_whole_chunks_that_leave_lanes_idle_are_copied_in_bulk(dtype: str, one_dtype: bool) -> None:
+    """Of an odd number, where many rows lie one behind the other; in the order of other rows."""
+    size = SIZES[dtype]
+    for chunks, megabytes in itertools.product(range(1, 130), (1, 16, 134)):
+        cols, rows = chunks * 16 // size, megabytes * 1_000_000 // (16 * chunks)
+        arguments = {"one_dtype": one_dtype, "contiguous": True}
+        plan = _C.plan("forward", rows, cols, dtype, **arguments)
+        for others in ({"contiguous": False}, {"memory_bandwidth": 3352}, {"y_as_x": False}):
+            other = _C.plan("forward", rows, cols, dtype, **{**arguments, **others})
+            assert not other["in_bulk"]
+            if "y_as_x" not in others:
+                assert all(plan.get(field) == other.get(field) for field in SUMMATION), cols
+        lanes, in_lane = plan["threads_per_row"], plan["chunks_per_thread"]
+        in_bulk = plan["in_bulk"]
+        if in_bulk:
+            assert size < 8
+            assert megabytes > 1
+            assert chunks < lanes * in_lane
+            assert chunks % 2 == 1 or chunks == 10
+            assert in_lane == 5 or megabytes > 16
+            assert plan["kernel"] == "short_rows"
+            assert plan["rows_per_block"] == 4 * (32 // lanes) * plan["rows_per_thread"]
+            assert plan["shared_bytes"] == plan["rows_per_block"] * cols * size <= 16 * 1024
+        elif size < 8 and megabytes > 16 and chunks in (11, 21, 25, 33, 39, 41, 47, 51, 65, 79, 95):
+            raise AssertionError(chunks)
+    assert one_dtype or size != 2 or _C.plan("forward", 10**6, 104, dtype, **arguments)["in_bulk"]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"{gpu[0]}SM-cc{gpu[1]}")

@@ -337,15 +337,21 @@ def calls(device: Device) -> Iterator[Call]:
                         for other in dict.fromkeys((dtype, torch.float32)):
                             yield Call("backward", rows, cols, dtype, other, dtype, aligned, items)
                         yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, by_column)
-            if dtype.itemsize == 2 and aligned:  # so many that the forward copies them in bulk
+            if dtype.itemsize <= 4 and aligned:  # copied in bulk, as many rows are
+                bulk = (("in_bulk", True),)
+                for chunks in (9, 10, 11, 13, 17, 21, 25, 33, 41, 49, 51, 65, 81):
+                    for parameters in dict.fromkeys((dtype, torch.float32)):
+                        cols = chunks * 16 // dtype.itemsize
+                        yield Call("forward", 131, cols, dtype, dtype, parameters, aligned, bulk)
+            if dtype.itemsize == 2 and aligned:
                 for lanes, columns, less in itertools.product(
                     (8, 16, 32, 64), range(12, 33, 4), (1, 2)
                 ):
                     if lanes == 64:  # which have chunks where those fill the lanes
                         less += 64
-                    rows, cols = 16 * device.sm_count + 5, lanes * columns - less
+                    cols = lanes * columns - less
                     for parameters in (dtype, torch.float32):
-                        yield Call("forward", rows, cols, dtype, dtype, parameters, aligned, ())
+                        yield Call("forward", 131, cols, dtype, dtype, parameters, aligned, bulk)
                 # And the backward, of few blocks: the last of some tiles is not full.
                 two = (("kernel", "elements"), ("blocks", 2), ("weight_grads", "fused"))
                 for lanes, columns, less in itertools.product(

@@ -172,9 +172,11 @@ __device__ __forceinline__ void publish_barriers() {
 #endif
 }
 
-__device__ __forceinline__ void arrive(unsigned barrier) {
+// Arrives, for as many threads as `count`.
+__device__ __forceinline__ void arrive(unsigned barrier, int count = 1) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(barrier)
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0], %1;}" ::"r"(barrier),
+               "r"(count)
                : "memory");
 #endif
 }

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "forward_bulk_rows.cuh"
 #include "forward_start.cuh"
 #include "row_tile.cuh"
 #include "statistics.cuh"
@@ -543,11 +544,15 @@ __global__ void __launch_bounds__(kSegmentThreads)
   }
 }
 
-// Launches the kernel for rows of a warp or fewer lanes: `shape` is the lanes of a row times ten,
-// and the chunks of a lane.
+// The lanes of a row of a warp or less, times ten, and the chunks of a lane.
+inline int shape_of(const ForwardPlan& plan) {
+  return plan.threads_per_row * 10 + plan.chunks_per_thread;
+}
+
+// Launches the kernel for such rows.
 template <bool kVectorized, class X, class Y, class W, class LaunchRows>
 cudaError_t launch_short_rows(const ForwardPlan& plan, const LaunchRows& launch_rows) {
-  const int shape = plan.threads_per_row * 10 + plan.chunks_per_thread;
+  const int shape = shape_of(plan);
   if constexpr (kAnyChunks<X, Y>) {
     if constexpr (kIs16Bit<X>) {  // gathered where they are aligned
       switch (shape) {
@@ -714,7 +719,8 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
 template <bool kVectorized, class X, class Y, class W>
 cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPlan& plan,
                            cudaStream_t stream) {
-  const dim3 threads = plan.kernel == Kernel::kShortRows
+  const dim3 threads = plan.in_bulk ? dim3(kBulkRowThreads)
+                       : plan.kernel == Kernel::kShortRows
                            ? dim3(kWarpSize, kShortRowThreads / kWarpSize)
                            : dim3(plan.threads_per_row, plan.rows_per_block / plan.rows_per_thread);
   const auto launch_rows = [&](auto kernel) {
@@ -737,6 +743,9 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
   switch (plan.kernel) {
     case Kernel::kShortRows:
+      if constexpr (kVectorized && kAnyChunks<X, Y>) {
+        if (plan.in_bulk) return launch_bulk_rows<X, W>(shape_of(plan), launch_rows);
+      }
       return launch_short_rows<kVectorized, X, Y, W>(plan, launch_rows);
     case Kernel::kRows:
       if (plan.rows_per_block > 1) {  // in a warp each

@@ -51,25 +51,6 @@ struct BulkElements {
   }
 };
 
-// What a block does first: the barrier is that of its copy.
-template <class Parameters>
-__device__ __forceinline__ void start_bulk_block(const Parameters& p, unsigned barrier) {
-  if (threadIdx.x == 0) {
-    init_barrier(barrier, 1);
-    publish_barriers();
-  }
-  __syncwarp();  // racecheck takes the lanes of the warp for one another here
-  start_block(p);
-}
-
-// Of kRows rows, each time anew, or what follows from it would stay in registers.
-template <int kRows>
-__device__ __forceinline__ int64_t first_row_of_block() {
-  int block;
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return int64_t{block} * kRows;
-}
-
 // Blocks that a multiprocessor holds at least: 48 warps of 40 registers, in which no kernel spills.
 constexpr int kBulkBlocks = kStreams ? 48 * kWarpSize / kElementRowThreads : 1;
 constexpr int kBulkLongBlocks = kStreams ? 48 / kMaxBulkWarps : 1;

@@ -47,6 +47,25 @@ __device__ __forceinline__ void start_block(const ForwardParameters<X, Y, W>& p)
   }
 }
 
+// The same of a block whose x comes by a bulk copy, for which the barrier is.
+template <class Parameters>
+__device__ __forceinline__ void start_bulk_block(const Parameters& p, unsigned barrier) {
+  if (threadIdx.x == 0) {
+    init_barrier(barrier, 1);
+    publish_barriers();
+  }
+  __syncwarp();  // racecheck takes the lanes of the warp for one another here
+  start_block(p);
+}
+
+// Of kRows rows, each time anew, or what follows from it would stay in registers.
+template <int kRows>
+__device__ __forceinline__ int64_t first_row_of_block() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return int64_t{block} * kRows;
+}
+
 // Launches a kernel whose blocks begin so. Those that find a place at once take turns, for else
 // they ask for their rows at once, get them late and all at the same time, and then write while
 // nobody reads. In turns, as far apart as the memory takes to deliver what a turn asks for, they

@@ -173,6 +173,18 @@ constexpr int bulk_stage_bytes(int rows, int64_t cols) {
 // Warps of a row that the forward copies in bulk, at most: eight are slower (see copies_in_bulk).
 constexpr int kMaxBulkWarps = 6;
 
+// Rows of kShortRows that the forward copies in bulk: the block, those that a multiprocessor holds
+// at least, of 40 registers, and the rows that a lane has together. Two share what is read of
+// weight and bias, but leave fewer warps with something to do at a time: of a copy on an H200, 134
+// MB of bfloat16, one and two 200 columns .95 and .99, 328 .98 and 1.00, 648 .985 and 1.01, but in
+// lanes of five chunks 136 1.00 and .975, 264 1.00 and .97; float32 100 .998 and .975, 132 .993 and
+// .956.
+constexpr int kBulkRowThreads = 128;
+constexpr int kBulkRowBlocks = 12;
+constexpr int bulk_rows_of_lane(int lanes, int chunks, int element_bytes) {
+  return element_bytes == 4 || chunks == 5 || (lanes == 4 && chunks == 4) ? 1 : 2;
+}
+
 // Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
 constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {
   return rows * (kWarpSize * columns_per_thread * element_bytes + kChunkBytes);
@@ -190,7 +202,7 @@ struct ForwardPlan {
   int64_t segments = 1;     // of a row
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
   bool gathers = false;     // kShortRows: a warp writes its rows together
-  bool in_bulk = false;     // kElements: a block's x and y are copied as a whole
+  bool in_bulk = false;     // kElements, kShortRows: a block's x and y are copied as a whole
   bool more_warps = false;  // kRows: lanes are idle, so that registers are better spent on warps
   // As in BackwardPlan. A grid of up to kLargeClusterSize blocks adds up in a cluster's order.
   bool in_grid = false;
@@ -308,6 +320,7 @@ struct PlanRequest {
   std::optional<bool> exchange_warp;  // of clusters of kRing
   // No more of those that stay for many rows, of kRing and kElements, but in a grid.
   std::optional<int> blocks;
+  std::optional<bool> in_bulk;  // forward: rows that may be, however many there are
 };
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,

@@ -107,12 +107,13 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
 // eight warps, rows in chunks and so: 8190 columns of bfloat16 .96 of a copy and .905, 8191 .96 and
 // .905.
 bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
-                    const DeviceProperties& device) {
+                    const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kRows = 16;                                        // for each multiprocessor
   const int most_warps = has_slow_memory(device) ? 1 : kMaxBulkWarps;  // of those not measured
   return device.compute_capability >= 90 && problem.contiguous &&
          size_in_bytes(problem.x_dtype) == 2 && plan.columns_per_thread > kTinyColumns &&
-         plan.threads_per_row <= most_warps * kWarpSize && problem.rows >= kRows * device.sm_count;
+         plan.threads_per_row <= most_warps * kWarpSize &&
+         request.in_bulk.value_or(problem.rows >= kRows * device.sm_count);
 }
 
 // The chunks that each lane of a row has in registers: four, or more where that takes a warp less
@@ -474,6 +475,40 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
       kShortRowThreads / kWarpSize * (kWarpSize / plan.threads_per_row) * plan.rows_per_thread;
 }
 
+// Whether rows of kShortRows are better copied in bulk: those whose lanes are not all busy, of an
+// odd number of chunks. (Of an even one, by forward_short_rows and so, 134 MB: bfloat16 80 columns
+// .95 and .97, 144 .98 and .99, 272 .99 and 1.00, but 112 1.005 and .98, 208 .995 and .99, 304
+// 1.005 and 1.00.) Fewer of them are not, where much stays in the L2 cache: of 33.5 MB 88 1.02 and
+// .995, 200 1.04 and .98, 248 1.065 and 1.015, 328 1.04 and 1.01, 408 1.07 and .965, but in lanes
+// of five chunks 264 .94 and .99, of 8 MB 1.02 and 1.11, of 2 MB 1.065 and 1.075. Beside float32
+// parameters also 13 and 15 chunks: 104 .845 and .97, 120 .905 and 1.00, so .97 and .99. On an H100
+// this is not measured, nor done.
+bool copies_rows_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
+                         const DeviceProperties& device, const PlanRequest& request) {
+  constexpr int kMostInLane = 5, kLeast = 9, kMost = 95;
+  constexpr int64_t kMany = 384 << 10, kManyByFives = 48 << 10;  // bytes for each multiprocessor
+  if (device.compute_capability < 90 || has_slow_memory(device) || !problem.contiguous ||
+      !problem.aligned || !has_any_chunks(problem) || (chunks % 2 == 0 && chunks != 10)) {
+    return false;
+  }
+  const int in_lane = plan.chunks_per_thread;
+  if (chunks < kLeast || chunks > kMost || chunks == plan.threads_per_row * in_lane) return false;
+  if (in_lane == kRegisterChunks && chunks < 16 && !has_wide_parameters(problem)) return false;
+  const int64_t bytes = problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
+  const int64_t many = (in_lane == kMostInLane ? kManyByFives : kMany) * device.sm_count;
+  return request.in_bulk.value_or(bytes >= many);
+}
+
+void shape_bulk_rows(ForwardPlan& plan, const ForwardProblem& problem) {
+  const int lanes = plan.threads_per_row;
+  const int size = size_in_bytes(problem.x_dtype);
+  plan.in_bulk = true;
+  plan.gathers = false;
+  plan.rows_per_thread = bulk_rows_of_lane(lanes, plan.chunks_per_thread, size);
+  plan.rows_per_block = kBulkRowThreads / kWarpSize * (kWarpSize / lanes) * plan.rows_per_thread;
+  plan.shared_bytes = plan.rows_per_block * static_cast<int>(problem.cols) * size;
+}
+
 void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
@@ -607,6 +642,9 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   switch (plan.kernel) {
     case Kernel::kShortRows:
       shape_short_rows(plan, problem, chunks, uneven);
+      if (copies_rows_in_bulk(plan, problem, chunks, device, request)) {
+        shape_bulk_rows(plan, problem);
+      }
       break;
     case Kernel::kRows:
       shape_rows(plan, problem, columns);
@@ -618,7 +656,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       break;
     case Kernel::kElements:
       shape_elements(plan, problem);
-      plan.in_bulk = copies_in_bulk(plan, problem, device);
+      plan.in_bulk = copies_in_bulk(plan, problem, device, request);
       if (plan.in_bulk && plan.threads_per_row > kWarpSize) {
         plan.shared_bytes = bulk_tensor_bytes(plan.rows_per_block, problem.cols);
       }

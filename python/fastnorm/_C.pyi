@@ -45,6 +45,7 @@ def plan(
     merged: int | None = None,
     exchange_warp: bool | None = None,
     blocks: int | None = None,
+    in_bulk: bool | None = None,
 ) -> dict[str, Any]: ...
 def force_plan(
     *,
@@ -54,4 +55,5 @@ def force_plan(
     merged: int | None = None,
     exchange_warp: bool | None = None,
     blocks: int | None = None,
+    in_bulk: bool | None = None,
 ) -> None: ...
