@@ -119,7 +119,8 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             for contiguous in (True, False)
         )
         in_bulk = plan.get("in_bulk") or plan.get("bulk_stages", 0) > 0
-        if plan["kernel"] == "short_rows":  # see below
+        wide = forward and cols > 5632 and plan["kernel"] == "elements"
+        if wide or plan["kernel"] == "short_rows":  # see below
             continue
         by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
         many = SIZES[dtype] == 2 and rows > 1000
@@ -145,6 +146,61 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             slow = {"memory_bandwidth": 3352}
             slow_plan = _C.plan(direction, rows, cols, dtype, contiguous=True, **slow)
             assert (slow_plan["bulk_stages"] > 0) == (cols <= 512)
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_nothing_is_copied_in_bulk_where_no_kernel_does_so(direction: str, dtype: str) -> None:
+    for cols, rows in itertools.product((72, 88, 129, 257, 1317, 5001, 8191), (10, 1_000_000)):
+        for capability in (80, 89, 120, 121):
+            plan = _C.plan(
+                direction, rows, cols, dtype, aligned=cols % 8 == 0, contiguous=True,
+                compute_capability=capability,
+            )  # fmt: skip
+            assert not plan.get("in_bulk")
+            assert not plan.get("bulk_stages")
+
+
+@pytest.mark.parametrize("one_dtype", [True, False])
+def test_wide_rows_leave_the_cache_room_for_weight_and_bias(one_dtype: bool) -> None:
+    """Uneven 16-bit ones on an H200, wherever they begin, however many there are."""
+    taken = 0
+    for cols in range(5633, 24_000, 7):
+        plans = [
+            _C.plan(
+                "forward", rows, cols, "bfloat16", aligned=aligned, contiguous=aligned,
+                one_dtype=one_dtype,
+            )
+            for rows in (1, 100_000)
+            for aligned in (False, True)
+        ]  # fmt: skip
+        plan = plans[0]
+        wide = plan["kernel"] == "elements" and plan["rows_per_block"] == 1
+        if cols % 8 == 0:
+            assert not wide
+        if not wide:
+            continue
+        taken += 1
+        for other in plans[1:]:
+            assert {**other, "blocks": 1, "vectorized": False} == plan
+        warps, columns = plan["threads_per_row"] // 32, plan["columns_per_thread"]
+        assert 4 <= warps <= 13
+        assert columns in (range(48, 65, 4) if one_dtype else range(36, 57, 4))  # kernels there are
+        # Every lane has all but its last two pairs.
+        steps = -(-cols // 64)
+        assert -(-steps // warps) in (columns // 2 - 1, columns // 2)
+        assert plan["blocks"] == 1
+        assert plan["shared_bytes"] >= 2 * cols + 30
+        blocks = 51 // warps
+        shared = next(
+            kilobytes
+            for kilobytes in (100, 132, 164, 196)
+            if blocks * (plan["shared_bytes"] + 1280) <= kilobytes * 1024
+        )
+        assert (256 - shared) * 1024 > cols * (4 if one_dtype else 8)
+        elsewhere = _C.plan("forward", 1, cols, "bfloat16", aligned=False, memory_bandwidth=3352)
+        assert elsewhere["threads_per_row"] != plan["threads_per_row"]
+    assert taken > (1800 if one_dtype else 1000)
 
 
 @pytest.mark.parametrize("one_dtype", [True, False])
@@ -573,7 +629,7 @@ def test_uneven_rows_of_the_forward_by_three_and_five_blocks(dtype: str, bandwid
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_large_blocks_of_uneven_rows_in_the_forward_ring(dtype: str) -> None:
-    for cols, many in ((17_001, "rows"), (24_583, "rows"), (24_585, "ring"), (32_767, "ring")):
+    for cols, many in ((22_401, "rows"), (24_583, "rows"), (24_585, "ring"), (32_767, "ring")):
         assert _C.plan("forward", 4000, cols, dtype)["kernel"] == many
         assert _C.plan("forward", 400, cols, dtype)["kernel"] == "rows"
     # Full but for what lies behind the last chunk, which the ring would add up in another order.
@@ -740,9 +796,9 @@ FASTER_BY_COLUMN = {
 FASTER_IN_CHUNKS = {
     2: (257, 1023, 2049, 3001),
     4: (449, 511, 513, 517, 529, 643, 769, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
-    8: (937, 1023, 1025, 1033, 2047, 4095, 6001),
+    8: (937, 1023, 1025, 1033, 2047, 4095),
 }
-FASTER_IN_BULK = (1101, 1501, 1751, 2049, 2101, 2401, 2901, 3001, 3601, 5001)  # 16 bits
+FASTER_IN_BULK = (1101, 1501, 1751, 2049, 2101, 2401, 2901, 3001, 3601, 5001, 6001, 8191)  # 16 bits
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -784,7 +840,7 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             assert kernel(cols, capability, y_as_x=False) == "rows", cols
         assert kernel(4095, capability) == kernel(4095, capability, y_as_x=False) == "rows"
         if dtype in ("bfloat16", "float16") and capability >= 90:
-            for cols, expected in ((1801, "elements"), (2049, "elements"), (12_289, "rows")):
+            for cols, expected in ((1801, "elements"), (2049, "elements"), (12_289, "elements")):
                 assert kernel(cols, capability, one_dtype=False) == expected, cols
             assert kernel(14_001, capability, one_dtype=False) == "elements"
         clusters = capability >= 90

@@ -26,7 +26,11 @@ class ElementTile {
   // Whether rows are summed as they are first (see moments.cuh). With more columns in a lane that
   // takes up to 128 registers: on 92 multiprocessors of an H100 66 columns of bfloat16 .715 -> .775
   // of a copy, 257 .845 -> .875, 602 .98 -> 1.00, but 511 .915 -> .91, 769 of float16 .91 -> .89.
-  static constexpr bool kSums = kIs16Bit<X> && kSteps <= 12;
+  // One row that is read from shared memory is summed so as well, however long: of a copy on an
+  // H200, 134 MB, by differences and so, 10001 columns of bfloat16 .965 and .98, 14001 .94 and .96.
+  static constexpr bool kSums = kIs16Bit<X> && (kSteps <= 12 || (kRows == 1 && !kHeld));
+  // Chains in which a lane adds up, each of up to 16 columns.
+  static constexpr int kChains = kSteps * kCount > 32 ? 4 : 2;
 
   __device__ __forceinline__ explicit ElementTile(int cols)
       : column_(static_cast<int>(threadIdx.x) % kLanes * kCount), left_(cols - column_) {}
@@ -81,22 +85,22 @@ class ElementTile {
         }
         const float reference = reference_point(tree_mean(first));
         threads[r] = {reference, 0, 0, count};
-        float sums[2] = {}, squares[2] = {};  // two chains each
+        float sums[kChains] = {}, squares[kChains] = {};
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
           float values[kCount];
           read(r, s, values);
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            const int chain = (s * kCount + i) % 2;
+            const int chain = (s * kCount + i) % kChains;
             const float difference = values[i] - reference;
             const float delta = has(s, i) ? difference : 0.f;
             sums[chain] = fma(delta, Moments::kShare, sums[chain]);
             squares[chain] = fma(delta, delta, squares[chain]);
           }
         }
-        threads[r].sum = sums[0] + sums[1];
-        threads[r].squares = squares[0] + squares[1];
+        threads[r].sum = sum_chains(sums);
+        threads[r].squares = sum_chains(squares);
       }
       merge_threads<kLanes>(others, threads, static_cast<float>(cols), inverse_cols);
     };
@@ -104,19 +108,19 @@ class ElementTile {
       ThreadSums<float> threads[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        float sums[2] = {}, squares[2] = {};  // two chains each
+        float sums[kChains] = {}, squares[kChains] = {};
 #pragma unroll
         for (int s = 0; s < kSteps; ++s) {
           float values[kCount];  // zero if they do not exist
           read(r, s, values);
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            const int chain = (s * kCount + i) % 2;
+            const int chain = (s * kCount + i) % kChains;
             sums[chain] += values[i];
             squares[chain] = fma(values[i], values[i], squares[chain]);
           }
         }
-        threads[r] = {sums[0] + sums[1], squares[0] + squares[1]};
+        threads[r] = {sum_chains(sums), sum_chains(squares)};
       }
       merge_sums<kLanes>(sets, threads, inverse_cols, by_differences);
     } else {
@@ -185,6 +189,48 @@ class ElementTile {
     }
   }
 
+  // The same of one row, into the place of x, but up to eight elements before it: what all lanes
+  // have in a step they read before one of them writes. The first `kept` columns, which fall into
+  // the place of other warps, are not put but returned.
+  template <class W>
+  __device__ __forceinline__ Pack<X, 2> put_before(const SetMoments<float> (&sets)[1],
+                                                   const float (&rstd)[1], const W* weight,
+                                                   const W* bias, int first_column, X* place,
+                                                   int kept) const {
+    Pack<X, 2> first;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float values[kCount], y[kCount];
+      read(0, s, values);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int column = first_column + column_ + s * kStep + i;
+        const float xhat = (values[i] - sets[0].mean) * rstd[0];
+        const float scale = weight != nullptr && has(s, i) ? widen(weight[column]) : 1.f;
+        const float shift = bias != nullptr && has(s, i) ? widen(bias[column]) : 0.f;
+        y[i] = fma(xhat, scale, shift);
+      }
+      Pack<X, 2> pair;
+      pair.set_pair(0, y[0], y[kCount - 1]);
+      if (s == 0) first = pair;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const bool puts = has(s, i) && (s > 0 || column_ + i >= kept);
+        if (puts) place[column_ + s * kStep + i] = pair.element(i);
+      }
+    }
+    return first;
+  }
+
+  // Puts what put_before returned.
+  __device__ __forceinline__ void put_kept(X* place, const Pack<X, 2>& first, int kept) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (column_ + i < kept) place[column_ + i] = first.element(i);
+    }
+  }
+
  private:
   float values_[kRows][kSteps][kCount];  // if kHeld, and else
   unsigned rows_[kRows];                 // where this lane's columns begin
@@ -214,6 +260,12 @@ class ElementTile {
         if (has(s, i)) values[i] = load_element<X>(mine + i * kSize);
       }
     }
+  }
+
+  static __device__ __forceinline__ float sum_chains(const float (&chains)[kChains]) {
+    float sum = chains[0] + chains[1];
+    if constexpr (kChains == 4) sum += chains[2] + chains[3];
+    return sum;
   }
 
   static __device__ __forceinline__ bool is_paired(int r, int s) {
@@ -267,5 +319,14 @@ struct ElementRuns {
     }
   }
 };
+
+template <class X, class W>
+void share_out_runs(ForwardParameters<X, X, W>& p, const ForwardPlan& plan) {
+  constexpr int64_t kStep = 2 * kWarpSize;
+  const int warps = plan.threads_per_row / kWarpSize;
+  const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
+  p.warp_steps = steps / warps;
+  p.first_longer_warp = warps - steps % warps;
+}
 
 }  // namespace fastnorm::cuda

@@ -5,11 +5,12 @@
 // A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
 // them apart; where pairs lie in whole words of memory they move as such. Short rows have few
 // lanes, for sums over lanes take their time: as many that each has at most kMostElementColumns
-// columns. Longer rows are shared out evenly among warps.
+// columns. Longer rows are shared out evenly among warps. (Wide ones: forward_wide.cuh.)
 #pragma once
 
 #include "forward_bulk.cuh"
 #include "forward_tiny.cuh"
+#include "forward_wide.cuh"
 
 namespace fastnorm::cuda {
 
@@ -117,11 +118,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 template <class X, class W, int kSteps, int kRows, Pairing kPairing>
 cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
                                  cudaStream_t stream) {
-  constexpr int64_t kStep = 2 * kWarpSize;
-  const int warps = plan.threads_per_row / kWarpSize;
-  const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
-  p.warp_steps = steps / warps;
-  p.first_longer_warp = warps - steps % warps;
+  share_out_runs(p, plan);
   const auto launch = [&](auto kernel, std::atomic<uint64_t>& prepared) {
     const int most_bytes = kMaxThreadsPerRow / kWarpSize *
                            element_stage_bytes(plan.columns_per_thread, kRows, sizeof(X));
@@ -163,6 +160,10 @@ template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
   if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if constexpr (kIs16Bit<X>) {
+    if (plan.columns_per_thread > 0 && plan.rows_per_block == 1)
+      return launch_wide_elements(p, plan, stream);
+  }
   const auto launch_lanes = [&](auto lanes, auto pairs, auto pairing) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
     constexpr Pairing kPairing = decltype(pairing)::value;

@@ -185,6 +185,13 @@ constexpr int bulk_rows_of_lane(int lanes, int chunks, int element_bytes) {
   return element_bytes == 4 || chunks == 5 || (lanes == 4 && chunks == 4) ? 1 : 2;
 }
 
+// Wide rows of kElements, one in a block (see wide_warps): behind a sector, for where y does not
+// lie in granules as x does it moves to the front by some elements.
+constexpr int kLeastWideColumns = 5633;
+constexpr int kMostWideColumns = 22016;
+constexpr int kMostWideSteps = 32;  // of pairs of columns in a lane
+constexpr int wide_row_bytes(int64_t cols) { return kSectorBytes + bulk_tensor_bytes(1, cols); }
+
 // Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
 constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {
   return rows * (kWarpSize * columns_per_thread * element_bytes + kChunkBytes);

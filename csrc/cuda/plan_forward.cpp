@@ -75,6 +75,44 @@ bool is_tiny_16_bit(const ForwardProblem& problem) {
          problem.cols >= kLeastTinyForward && problem.cols <= kMostTinyForward;
 }
 
+// The warps of a wide uneven row of a 16-bit type: the fewest with which the blocks that find a
+// place leave the L1 cache room for weight and bias, or none. Of a copy on an H200, 134 MB of
+// bfloat16, with as many warps, with one more and with one less: 6002 columns .985, .975, .915;
+// 8191 .99, .98, .87; 12289 .965 all but .84; 16385 (11 and 13, 9) .945, .86, .84; 20001 (11 and
+// 14, 10) .95, .895, .925. On an H100 this is not measured, nor done.
+int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
+  constexpr int kLeast = 4, kMost = 13;
+  constexpr int kResident = 51;   // warps of 40 registers
+  constexpr int kOfBlock = 1280;  // bytes of shared memory beside the row, the system's too
+  constexpr int kUnified = 256;   // KB of L1 cache and shared memory
+  constexpr int kShares[] = {100, 132, 164, 196};  // of them, for shared memory (or 228)
+  constexpr int kOthers = 8;                       // of the cache, for all but weight and bias
+  if (!can_stream(problem.x_dtype, device) || has_slow_memory(device) ||
+      size_in_bytes(problem.x_dtype) != 2 || !is_uneven(problem) || !problem.y_as_x ||
+      problem.cols < kLeastWideColumns || problem.cols > kMostWideColumns) {
+    return 0;
+  }
+  const int64_t parameters = problem.cols * (problem.one_dtype ? 4 : 8);
+  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
+  const int64_t row = wide_row_bytes(problem.cols) + kOfBlock;
+  for (int warps = kLeast; warps <= kMost; ++warps) {
+    if (steps > int64_t{warps} * kMostWideSteps) continue;
+    const int64_t bytes = kResident / warps * row;
+    for (const int share : kShares) {
+      if (bytes <= share << 10 && parameters <= (kUnified - share - kOthers) << 10) return warps;
+    }
+  }
+  return 0;
+}
+
+void shape_wide_elements(ForwardPlan& plan, const ForwardProblem& problem, int warps) {
+  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
+  plan.threads_per_row = warps * kWarpSize;
+  plan.columns_per_thread = static_cast<int>(ceil_div(steps, int64_t{2} * warps) * 4);
+  plan.in_bulk = true;
+  plan.shared_bytes = wide_row_bytes(problem.cols);
+}
+
 // No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
 // there are, but for four.
 void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
@@ -110,7 +148,7 @@ bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
                     const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kRows = 16;                                        // for each multiprocessor
   const int most_warps = has_slow_memory(device) ? 1 : kMaxBulkWarps;  // of those not measured
-  return device.compute_capability >= 90 && problem.contiguous &&
+  return can_stream(problem.x_dtype, device) && problem.contiguous &&
          size_in_bytes(problem.x_dtype) == 2 && plan.columns_per_thread > kTinyColumns &&
          plan.threads_per_row <= most_warps * kWarpSize &&
          request.in_bulk.value_or(problem.rows >= kRows * device.sm_count);
@@ -191,7 +229,7 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
 bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int64_t kLeast = 1088, kMost = 5632;
   const bool wide = has_wide_parameters(problem);
-  if (device.compute_capability < 90 || has_slow_memory(device) || problem.cols <= kLeast ||
+  if (!can_stream(problem.x_dtype, device) || has_slow_memory(device) || problem.cols <= kLeast ||
       problem.cols > kMost || !(wide || is_slowed(problem, device))) {
     return false;
   }
@@ -203,6 +241,7 @@ bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& dev
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
+  if (wide_warps(problem, device) > 0) return true;
   const bool uneven = is_uneven(problem);
   const bool by_bulk = bulk_fills_warps(problem, device);
   const int most_threads = by_bulk                     ? kMaxBulkWarps * kWarpSize
@@ -487,13 +526,16 @@ bool copies_rows_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
                          const DeviceProperties& device, const PlanRequest& request) {
   constexpr int kMostInLane = 5, kLeast = 9, kMost = 95;
   constexpr int64_t kMany = 384 << 10, kManyByFives = 48 << 10;  // bytes for each multiprocessor
-  if (device.compute_capability < 90 || has_slow_memory(device) || !problem.contiguous ||
+  if (!can_stream(problem.x_dtype, device) || has_slow_memory(device) || !problem.contiguous ||
       !problem.aligned || !has_any_chunks(problem) || (chunks % 2 == 0 && chunks != 10)) {
     return false;
   }
   const int in_lane = plan.chunks_per_thread;
   if (chunks < kLeast || chunks > kMost || chunks == plan.threads_per_row * in_lane) return false;
-  if (in_lane == kRegisterChunks && chunks < 16 && !has_wide_parameters(problem)) return false;
+  if (in_lane == kRegisterChunks && !has_wide_parameters(problem) && (chunks < 16 || chunks > 53)) {
+    return false;
+  }
+  if (plan.threads_per_row % 4 != 0 && problem.x_dtype == DType::kFloat32) return false;
   const int64_t bytes = problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
   const int64_t many = (in_lane == kMostInLane ? kManyByFives : kMany) * device.sm_count;
   return request.in_bulk.value_or(bytes >= many);
@@ -655,6 +697,10 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_forward_cluster(plan, chunks, request);
       break;
     case Kernel::kElements:
+      if (const int warps = wide_warps(problem, device); warps > 0) {
+        shape_wide_elements(plan, problem, warps);
+        break;
+      }
       shape_elements(plan, problem);
       plan.in_bulk = copies_in_bulk(plan, problem, device, request);
       if (plan.in_bulk && plan.threads_per_row > kWarpSize) {

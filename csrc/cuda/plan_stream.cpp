@@ -668,7 +668,7 @@ bool copies_in_bulk(const BackwardPlan& plan, const BackwardProblem& problem,
   const bool of_warps = plan.threads_per_row > kWarpSize;
   const int64_t turns = !of_warps ? 8 : rows <= 2 * kBulkRows ? 4 : 16;
   const int64_t blocks = request.blocks.value_or(device.sm_count);
-  return device.compute_capability >= 90 && problem.contiguous && has_one_dtype(problem) &&
+  return can_stream(problem.x_dtype, device) && problem.contiguous && has_one_dtype(problem) &&
          size_in_bytes(problem.x_dtype) == 2 && plan.cluster_size == 1 && rows > 0 &&
          !(of_warps && has_slow_memory(device)) && problem.rows >= turns * rows * blocks;
 }

@@ -1,0 +1,171 @@
+// The forward of wide 16-bit rows that end within a chunk, a row in a block: x comes by one bulk
+// copy, wherever the row begins, and y leaves by another. Lanes have pairs of columns.
+#pragma once
+
+#include "element_tile.cuh"
+
+namespace fastnorm::cuda {
+
+// A row of a tensor, and the place of it in a stage of shared memory: from the sector on in which
+// it begins.
+template <class T>
+struct WideRow {
+  static constexpr int kSize = static_cast<int>(sizeof(T));
+  static constexpr int kGranule = kChunkBytes / kSize;
+  T* sector;
+  int begin, end;  // from there on
+
+  __device__ __forceinline__ WideRow(T* row, int cols)
+      : begin(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kSectorBytes) / kSize) {
+    sector = row - begin;
+    end = begin + cols;
+  }
+
+  // By whole granules, in which there are elements of other rows if these are the tensor's, between
+  // `first` and `behind`; what else is before and behind them one by one.
+  __device__ __forceinline__ void copy_in(std::remove_const_t<T>* stage, T* first, T* behind,
+                                          unsigned barrier) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    int from = round_down<kGranule>(begin), to = round_up<kGranule>(end);
+    if (sector + from < first) from = round_up<kGranule>(begin);
+    if (sector + to > behind) to = round_down<kGranule>(end);
+    if (thread == 0) {
+      arrive_and_expect(barrier, (to - from) * kSize);
+      copy_bulk(shared_address(stage + from), sector + from, (to - from) * kSize, barrier);
+    }
+    copy_ends(stage, sector, from, to);
+  }
+
+  __device__ __forceinline__ void copy_out(const T* stage) const {
+    const int from = round_up<kGranule>(begin), to = round_down<kGranule>(end);
+    if (threadIdx.x == 0) {
+      store_bulk(sector + from, shared_address(stage + from), (to - from) * kSize);
+    }
+    copy_ends(sector, stage, from, to);
+    if (threadIdx.x == 0) wait_bulk_reads();
+  }
+
+ private:
+  __device__ __forceinline__ void copy_ends(std::remove_const_t<T>* target, const T* source,
+                                            int from, int to) const {
+    const int thread = static_cast<int>(threadIdx.x);
+    if (begin + thread < from) target[begin + thread] = source[begin + thread];
+    if (to + thread < end) target[to + thread] = source[to + thread];
+  }
+};
+
+// Few warps, with many columns in each lane, and many blocks. Of a copy on an H200, 134 MB of
+// bfloat16, in chunks and so, by 4, 5, 6, 8, 10, 12, 16 warps: 6002 columns .97 and .985, .975,
+// .93; 8191 .93 and .87, .99, .98, -; 10001 .905 and -, .945, .97, .965; 12289 .92 and -, -, .84,
+// .965, .90; 16385 .90 and -, -, -, .83, -, (11) .945, .83; 20001 .84 and -, -, -, -, .925, .95,
+// .90; by as many as it takes where all blocks leave the L1 cache too little room for weight and
+// bias, the first of each. Rows of clusters of two to eight such blocks are slow: 16385 .68, 32767
+// .65, 50257 .65, 65537 .63.
+template <class X, class W, int kSteps>
+__global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
+    forward_wide_elements(const ForwardParameters<X, X, W> p) {
+  if (!kStreams) return;
+  constexpr int kWhole = kSteps - 4 / kSideBySide<X>;
+  using Runs = ElementRuns<X, W, 1>;
+  extern __shared__ __align__(kSectorBytes) unsigned char wide_sectors[];
+  __shared__ typename Runs::Storage warp_moments;
+  __shared__ uint64_t barrier_storage;
+  X* const stage = reinterpret_cast<X*>(wide_sectors) + kSectorBytes / WideRow<X>::kSize;
+  const unsigned barrier = shared_address(&barrier_storage);
+  start_bulk_block(p, barrier);
+  const int cols = static_cast<int>(p.cols);
+  // Each time anew, or what follows from them would stay in registers.
+  const auto find_x = [&] {
+    return WideRow<const X>(p.x + first_row_of_block<1>() * p.x_row_stride, cols);
+  };
+  const auto find_y = [&] { return WideRow<X>(p.y + first_row_of_block<1>() * p.cols, cols); };
+  // y takes the place of x, or so many elements before it that it lies in granules as in memory.
+  const auto find_shift = [&] {
+    return (find_x().begin - find_y().begin) & (WideRow<X>::kGranule - 1);
+  };
+  const auto find_stage_of_y = [&] {
+    return stage + find_x().begin - find_shift() - find_y().begin;
+  };
+  {
+    // Rows that do not lie one behind the other end in memory that may not be the tensor's.
+    const auto x = find_x();
+    const bool dense = p.x_row_stride == p.cols;
+    x.copy_in(stage, dense ? p.x : x.sector + x.begin, dense ? p.x_end : x.sector + x.end, barrier);
+  }
+  __syncthreads();
+  wait_barrier<false>(barrier, 0);
+
+  const Runs runs{p};
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const auto standardize = [&](auto pairing, auto shifts) {
+    const int begin = runs.begin_of(warp), mine = runs.begin_of(warp + 1) - begin;
+    ElementTile<X, kWarpSize, kSteps, kWhole, 1, decltype(pairing)::value, false> tile(mine);
+    tile.leave(0, shared_address(stage + find_x().begin + begin));
+    SetMoments<float> sets[1];
+    float rstd[1];
+    tile.moments(sets, mine, quotient(1.f, static_cast<float>(mine)));
+    runs.merge(sets, rstd, warp_moments, first_row_of_block<1>());
+    X* const y = find_stage_of_y() + find_y().begin + begin;
+    if constexpr (decltype(shifts)::value) {
+      const auto first = tile.put_before(sets, rstd, p.weight, p.bias, begin, y, find_shift());
+      __syncthreads();
+      tile.put_kept(y, first, find_shift());
+    } else {
+      tile.put(sets, rstd, p.weight, p.bias, begin, [&](int) { return y; });
+    }
+  };
+  constexpr std::integral_constant<Pairing, Pairing::kAlternate> kPairs;
+  constexpr std::integral_constant<Pairing, Pairing::kNone> kSingle;
+  if (find_shift() != 0) {
+    standardize(kSingle, std::true_type());
+  } else if (find_x().begin % 2 == 0) {
+    standardize(kPairs, std::false_type());
+  } else {
+    standardize(kSingle, std::false_type());
+  }
+  publish_to_copies();
+  __syncthreads();
+  find_y().copy_out(find_stage_of_y());
+}
+
+template <class X, class W>
+cudaError_t launch_wide_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
+                                 cudaStream_t stream) {
+  share_out_runs(p, plan);
+  const auto launch = [&](auto steps) {
+    const auto kernel = forward_wide_elements<X, W, decltype(steps)::value>;
+    static std::atomic<uint64_t> prepared{0};  // a bit per device
+    const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
+                                           wide_row_bytes(kMostWideColumns), false, prepared);
+    if (error != cudaSuccess) return error;
+    return launch_in_turns(kernel, dim3(plan.threads_per_row), p, plan, stream);
+  };
+  switch (plan.columns_per_thread / 2) {
+    case 24:
+      return launch(std::integral_constant<int, 24>());
+    case 26:
+      return launch(std::integral_constant<int, 26>());
+    case 28:
+      return launch(std::integral_constant<int, 28>());
+  }
+  if constexpr (std::is_same_v<X, W>) {
+    switch (plan.columns_per_thread / 2) {
+      case 30:
+        return launch(std::integral_constant<int, 30>());
+      case 32:
+        return launch(std::integral_constant<int, 32>());
+    }
+  } else {
+    switch (plan.columns_per_thread / 2) {
+      case 18:
+        return launch(std::integral_constant<int, 18>());
+      case 20:
+        return launch(std::integral_constant<int, 20>());
+      case 22:
+        return launch(std::integral_constant<int, 22>());
+    }
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fastnorm::cuda
