@@ -197,28 +197,51 @@ class ElementTile {
                                                    const float (&rstd)[1], const W* weight,
                                                    const W* bias, int first_column, X* place,
                                                    int kept) const {
+    const W* const lane_weight = weight + first_column + column_;
+    const W* const lane_bias = bias + first_column + column_;
     Pack<X, 2> first;
+    const auto put_by = [&](const auto& scale_and_shift) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      float values[kCount], y[kCount];
-      read(0, s, values);
+      for (int s = 0; s < kSteps; ++s) {
+        float values[kCount], scale[kCount], shift[kCount];
+        read(0, s, values);
+        scale_and_shift(s, scale, shift);
+        const auto y = [&](int i) {
+          return fma((values[i] - sets[0].mean) * rstd[0], scale[i], shift[i]);
+        };
+        Pack<X, 2> pair;
+        pair.set_pair(0, y(0), y(kCount - 1));
+        if (s == 0) first = pair;
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const bool puts = has(s, i) && (s > 0 || column_ + i >= kept);
+          if (puts) place[column_ + s * kStep + i] = pair.element(i);
+        }
+      }
+    };
+    const auto single = [&](int s, float (&scale)[kCount], float (&shift)[kCount]) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const int column = first_column + column_ + s * kStep + i;
-        const float xhat = (values[i] - sets[0].mean) * rstd[0];
-        const float scale = weight != nullptr && has(s, i) ? widen(weight[column]) : 1.f;
-        const float shift = bias != nullptr && has(s, i) ? widen(bias[column]) : 0.f;
-        y[i] = fma(xhat, scale, shift);
+        const int column = s * kStep + i;
+        scale[i] = weight != nullptr && has(s, i) ? widen(lane_weight[column]) : 1.f;
+        shift[i] = bias != nullptr && has(s, i) ? widen(lane_bias[column]) : 0.f;
       }
-      Pack<X, 2> pair;
-      pair.set_pair(0, y[0], y[kCount - 1]);
-      if (s == 0) first = pair;
-      __syncwarp();
+    };
+    const auto addresses = reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(bias);
+    if (weight != nullptr && bias != nullptr && addresses % (kCount * sizeof(W)) == 0) {
+      put_by([&](int s, float (&scale)[kCount], float (&shift)[kCount]) {
+        if (kCount == 1 || !has_whole(s)) return single(s, scale, shift);
+        const auto scales = *reinterpret_cast<const Pack<W, 2>*>(lane_weight + s * kStep);
+        const auto shifts = *reinterpret_cast<const Pack<W, 2>*>(lane_bias + s * kStep);
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const bool puts = has(s, i) && (s > 0 || column_ + i >= kept);
-        if (puts) place[column_ + s * kStep + i] = pair.element(i);
-      }
+        for (int i = 0; i < kCount; ++i) {
+          scale[i] = scales.template get<float>(i);
+          shift[i] = shifts.template get<float>(i);
+        }
+      });
+    } else {
+      put_by(single);
     }
     return first;
   }
