@@ -209,7 +209,7 @@ class ElementTile {
         const auto y = [&](int i) {
           return fma((values[i] - sets[0].mean) * rstd[0], scale[i], shift[i]);
         };
-        Pack<X, 2> pair;
+        Pack<X, 2> pair = {};
         pair.set_pair(0, y(0), y(kCount - 1));
         if (s == 0) first = pair;
         __syncwarp();

@@ -9,6 +9,9 @@
 
 namespace fastnorm::cuda {
 
+template <class X, int kLanes, int kChunks>
+constexpr int kBulkLaneRows = bulk_rows_of_lane(kLanes, kChunks, static_cast<int>(sizeof(X)));
+
 // Lanes have the chunks that they have in forward_short_rows, and add up in its order; they read
 // them from shared memory once for the moments and once more for y. Where a lane that is idle asks
 // for nothing, a warp has so much less under way, and rows of an odd number of chunks begin within
@@ -21,13 +24,13 @@ namespace fastnorm::cuda {
 // lanes have chunks they are as well off without: 64 .95 and .93, 128 .975 and .95, 256 .97 and
 // .96, 512 .98 and .96, 768 1.02 and 1.01, 1024 .985 and .96.
 template <class X, class W, int kLanes, int kChunks>
-__global__ void __launch_bounds__(kBulkRowThreads, kBulkRowBlocks)
+__global__ void __launch_bounds__(kBulkRowThreads, kStreams ? kBulkRowBlocks : 1)
     forward_bulk_rows(const ForwardParameters<X, X, W> p) {
   if (!kStreams) return;
   using A = Accumulator<X>;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kColumns = kChunkColumns<X>;
-  constexpr int kRows = bulk_rows_of_lane(kLanes, kChunks, kSize);
+  constexpr int kRows = kBulkLaneRows<X, kLanes, kChunks>;
   constexpr int kTeams = kWarpSize / kLanes;  // rows side by side in a warp
   constexpr int kWarps = kBulkRowThreads / kWarpSize;
   constexpr int kStep = kWarps * kTeams;  // rows from one of a lane to its next
