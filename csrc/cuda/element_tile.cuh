@@ -189,9 +189,10 @@ class ElementTile {
     }
   }
 
-  // The same of one row, into the place of x, but up to eight elements before it: what all lanes
+  // The same of one row, into the place of x, but up to seven elements before it: what all lanes
   // have in a step they read before one of them writes. The first `kept` columns, which fall into
-  // the place of other warps, are not put but returned.
+  // the place of other warps, are not put but returned. (By the code of `put`, with a store of its
+  // own, other kernels that hold their rows would take other registers.)
   template <class W>
   __device__ __forceinline__ Pack<X, 2> put_before(const SetMoments<float> (&sets)[1],
                                                    const float (&rstd)[1], const W* weight,
@@ -343,6 +344,7 @@ struct ElementRuns {
   }
 };
 
+// How many steps each warp of such rows has.
 template <class X, class W>
 void share_out_runs(ForwardParameters<X, X, W>& p, const ForwardPlan& plan) {
   constexpr int64_t kStep = 2 * kWarpSize;

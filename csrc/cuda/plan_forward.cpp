@@ -520,8 +520,9 @@ void shape_short_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t 
 // 1.005 and 1.00.) Fewer of them are not, where much stays in the L2 cache: of 33.5 MB 88 1.02 and
 // .995, 200 1.04 and .98, 248 1.065 and 1.015, 328 1.04 and 1.01, 408 1.07 and .965, but in lanes
 // of five chunks 264 .94 and .99, of 8 MB 1.02 and 1.11, of 2 MB 1.065 and 1.075. Beside float32
-// parameters also 13 and 15 chunks: 104 .845 and .97, 120 .905 and 1.00, so .97 and .99. On an H100
-// this is not measured, nor done.
+// parameters also 13 and 15 chunks: 104 .845 and .97, 120 .905 and 1.00, so .97 and .99. Ten lanes
+// of float32 (196 columns .943 and .94) have no such kernel. On an H100 this is not measured, nor
+// done.
 bool copies_rows_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
                          const DeviceProperties& device, const PlanRequest& request) {
   constexpr int kMostInLane = 5, kLeast = 9, kMost = 95;
