@@ -161,8 +161,7 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
                             cudaStream_t stream) {
   if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
   if constexpr (kIs16Bit<X>) {
-    if (plan.columns_per_thread > 0 && plan.rows_per_block == 1)
-      return launch_wide_elements(p, plan, stream);
+    if (plan.rows_per_block == 1) return launch_wide_elements(p, plan, stream);
   }
   const auto launch_lanes = [&](auto lanes, auto pairs, auto pairing) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;

@@ -76,10 +76,8 @@ bool is_tiny_16_bit(const ForwardProblem& problem) {
 }
 
 // The warps of a wide uneven row of a 16-bit type: the fewest with which the blocks that find a
-// place leave the L1 cache room for weight and bias, or none. Of a copy on an H200, 134 MB of
-// bfloat16, with as many warps, with one more and with one less: 6002 columns .985, .975, .915;
-// 8191 .99, .98, .87; 12289 .965 all but .84; 16385 (11 and 13, 9) .945, .86, .84; 20001 (11 and
-// 14, 10) .95, .895, .925. On an H100 this is not measured, nor done.
+// place leave the L1 cache room for weight and bias, or none (forward_wide.cuh has the figures). On
+// an H100 this is not measured, nor done.
 int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int kLeast = 4, kMost = 13;
   constexpr int kResident = 51;   // warps of 40 registers
