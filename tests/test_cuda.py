@@ -568,6 +568,52 @@ def test_gradients_by_bulk_copies(
             assert dx.equal(others), rows
 
 
+# By seven, ten and 13 pairs of columns in a lane, of a block and of two to eight.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols",
+    [
+        *(6273, 6719, 6721, 7002, 8191, 9600, 9601, 10_001, 12_289, 12_479, 12_481, 16_385, 20_001),
+        *(24_959, 24_961, 33_001, 50_257, 65_537, 84_002, 99_839),
+    ],
+)
+def test_gradients_of_wide_rows(force: Callable[..., None], cols: int, dtype: torch.dtype) -> None:
+    """One by one in bulk, wherever they begin: dx has the same bits, with any parameters and mask,
+    and so have dw and db of as many blocks.
+    """
+    _skip_without_clusters("ring")
+    for rows, blocks in ((1, 8), (5, 2), (6, 3), (29, 4)):
+        request = {"weight_grads": "fused", "blocks": blocks}
+        force(**request)
+        if plan_here("backward", rows, cols, dtype, **request)["bulk_stages"] == 0:
+            pytest.skip("not on this device")
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        x, grad_out = _in_memory_of_nan(x, 8), _in_memory_of_nan(grad_out, 8)
+        statistics = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)[1:]
+        expected = check_backward(grad_out, x, [cols], weight, bias)
+        for of_x, of_grad in ((8, 8), (1, 1), (0, 1), (2, 5)):
+            results = ops.layer_norm_backward(
+                _in_memory_of_nan(grad_out, of_grad), _in_memory_of_nan(x, of_x), [cols],
+                *statistics, weight, bias, 1e-5, [True] * 3,
+            )  # fmt: skip
+            assert all(a.equal(b) for a, b in zip(results, expected, strict=True)), rows
+        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+            dx, others = (
+                ops.layer_norm_backward(
+                    grad_out, rows_of_x, [cols], *statistics, *parameters, 1e-5, mask
+                )[0]
+                for rows_of_x, mask in ((x, [True, False, False]), (_narrowed(x), [True] * 3))
+            )
+            assert dx.equal(others), rows
+        check_backward(grad_out, x, [cols], weight.float(), bias.float())
+        force()
+        alone = ops.layer_norm_backward(
+            grad_out[-1:], x[-1:], [cols], *(s[-1:] for s in statistics), weight, bias, 1e-5,
+            [True] * 3,
+        )[0]  # fmt: skip
+        assert alone.equal(expected[0][-1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize("cols", [66, 100, 126, 250, 258, 514, 1026, 1500, 2500, 4094])
 def test_gradients_by_pairs_of_columns(

@@ -61,6 +61,12 @@ __device__ __forceinline__ float load_element(unsigned address) {
   }
 }
 
+__device__ __forceinline__ uint16_t load_bits16(unsigned address) {
+  uint16_t bits;
+  asm volatile("ld.volatile.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address) : "memory");
+  return bits;
+}
+
 template <class X>
 __device__ __forceinline__ void put_element(unsigned address, X element) {
   if constexpr (kIs16Bit<X>) {
@@ -172,11 +178,9 @@ __device__ __forceinline__ void publish_barriers() {
 #endif
 }
 
-// Arrives, for as many threads as `count`.
-__device__ __forceinline__ void arrive(unsigned barrier, int count = 1) {
+__device__ __forceinline__ void arrive(unsigned barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0], %1;}" ::"r"(barrier),
-               "r"(count)
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0];}" ::"r"(barrier)
                : "memory");
 #endif
 }
@@ -291,6 +295,15 @@ __device__ __forceinline__ unsigned remote_address(unsigned local, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
 #endif
   return remote;
+}
+
+__device__ __forceinline__ float2 load_float2(unsigned address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
 }
 
 __device__ __forceinline__ float4 load_float4(unsigned address) {

@@ -90,22 +90,9 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
         visit(means + tile.statistic_bytes(), from_memory(p.rstd, kWidth, 0), 0, kWidth);
       }
     };
-    // The last tile's elements behind its last whole granule come one by one, and zeros for rows
-    // that do not exist.
-    const bool last = row + tile.rows >= p.rows;
-    if (last) {
-      each([&](unsigned char* target, const unsigned char* source, int offset, int width) {
-        constexpr int kSize = static_cast<int>(sizeof(uint16_t));
-        const int end = offset + rows * width;
-        for (int at = round_down<kChunkBytes>(end) + lane * kSize; at < offset + tile.rows * width;
-             at += kWarpSize * kSize) {
-          *reinterpret_cast<uint16_t*>(target + at) =
-              at < end ? *reinterpret_cast<const uint16_t*>(source + at) : uint16_t{0};
-        }
-      });
-      __syncwarp();
-    }
     if (lane != 0) return;
+    // What lies behind the last tile's last whole granule they put there who read it.
+    const bool last = row + tile.rows >= p.rows;
     const unsigned barrier = barriers.full_of(s);
     const auto bytes_of = [&](int offset, int width) {
       const int end = offset + rows * width;
@@ -139,9 +126,11 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
         *reinterpret_cast<X*>(dx + at) = *reinterpret_cast<const X*>(staged + at);
       }
     };
-    if (!kShort) copy_element(begin, from);
-    copy_element(to, end);
-    publish_to_copies();  // single elements have been read, too
+    if constexpr (!kShort) {
+      copy_element(begin, from);
+      copy_element(to, end);
+      publish_to_copies();  // they have been read, too
+    }
     if (lane == 0) wait_bulk_reads();
     __syncwarp();
     if (i + tile.stages < count) fetch(row + tile.stages * step, turn.stage);
@@ -247,7 +236,7 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
   if (threadIdx.x == 0) {
     for (int s = 0; s < tile.stages; ++s) {
       init_barrier(barriers.full_of(s), 1);
-      init_barrier(barriers.written_of(s), kWarpSize * warps);
+      init_barrier(barriers.written_of(s), kShort ? warps : kWarpSize * warps);
     }
     publish_barriers();
   }
@@ -296,12 +285,30 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
     };
     if (!kShort) load_statistics(0);
     const unsigned statistics = shared_address(bulk_memory) + 2 * tile.tensor_bytes + own * kFloat;
+    // The last tile's elements behind its last whole granule do not move in bulk: visit(element of
+    // the tile, its place) for this lane's share of them, if the tile begins so far into a granule
+    // and the warp's first row at `place`. No other warp comes to these places in any turn of rows
+    // that a warp has alone.
+    const bool has_end = first + (count - 1) * step + tile.rows >= p.rows;
+    const int64_t end_row = (tiles - 1) * tile.rows;
+    const int end_rows = static_cast<int>(p.rows - end_row);
+    const auto visit_end = [&](int offset, unsigned place, const auto& visit) {
+      const int whole =
+          (round_down<kChunkBytes>(offset + end_rows * cols * kSize) - offset) / kSize;
+      const int from = own * cols, end_of_run = begin + column + left;
+#pragma unroll 1
+      for (int i = max(whole - from, 0) + threadIdx.x % kLanes; i < kBulkRows * cols; i += kLanes) {
+        const int c = i < cols ? i : i - cols;
+        if (c >= begin && c < end_of_run) visit(from + i, place + i * kSize);
+      }
+    };
     BulkTurn turn;
     // Bytes from the tensor's begin to the tile's, as far as sectors are concerned.
     unsigned low = static_cast<unsigned>(first) * cols * kSize;
     const unsigned low_step = static_cast<unsigned>(step) * cols * kSize;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
+    // kEnd: of that tile.
+    const auto take = [&](int i, auto end) {
+      constexpr bool kEnd = decltype(end)::value;
       const unsigned stage = turn.stage * tile.bytes;
       const unsigned place = mine + stage + (kShort ? 0 : low % kSectorBytes);
       const unsigned second = place + cols * kSize;
@@ -319,6 +326,27 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
         }
       }
       wait_barrier<false>(barriers.full_of(turn.stage), turn.parity);
+      const int offset = kShort ? 0 : static_cast<int>(low % kSectorBytes);
+      const unsigned rows_place = place - (begin + column) * kSize;
+      if constexpr (kEnd) {
+        visit_end(offset, rows_place, [&](int at, unsigned to) {
+          const bool exists = at < end_rows * cols;
+          const int64_t from = end_row * cols + at;
+          put_element(to, exists ? p.x[from] : narrow<X>(0.0f));
+          put_element(to + tile.tensor_bytes, exists ? p.dy[from] : narrow<X>(0.0f));
+        });
+        if constexpr (kShort) {
+          constexpr auto kWhole = kChunkBytes / static_cast<int>(sizeof(float));
+          const int r = threadIdx.x % kLanes;
+          if (r < kBulkRows && own + r >= round_down<kWhole>(end_rows)) {
+            const unsigned to = statistics + stage + r * kFloat;
+            const bool exists = own + r < end_rows;
+            put_element(to, exists ? p.mean[end_row + own + r] : 0.0f);
+            put_element(to + tile.statistic_bytes(), exists ? p.rstd[end_row + own + r] : 0.0f);
+          }
+        }
+        __syncwarp();
+      }
       if constexpr (kShort) {
 #pragma unroll
         for (int r = 0; r < kBulkRows; ++r) {
@@ -358,19 +386,23 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
           Columns::store_odd(dx, place, left);
         }
       }
-      publish_to_copies();
-      // Where the copying warp reads or writes single elements of the stage next, each lane, for
-      // racecheck takes what one has written alone for ordered by its arrival. Else one for all:
-      // of an elementwise sum on an H200, each always and so, 134 MB, 257 columns .855 and .885,
-      // 129 .865 and .885. (One always: 257 .895, of 268 MB .935 for .905; 129 as so.)
-      __syncwarp();
-      const bool each = !kShort || i + tile.stages + 1 >= count;
-      if (each || threadIdx.x % kWarpSize == 0) {
-        arrive(barriers.written_of(turn.stage), each ? 1 : kWarpSize);
+      if constexpr (kShort && kEnd) {
+        __syncwarp();
+        visit_end(offset, rows_place, [&](int at, unsigned from) {
+          if (at < end_rows * cols) p.dx[end_row * cols + at] = narrow<X>(load_element<X>(from));
+        });
       }
+      publish_to_copies();
+      __syncwarp();
+      if (!kShort || threadIdx.x % kWarpSize == 0) arrive(barriers.written_of(turn.stage));
       turn.advance(tile.stages);
       low += low_step;
-    }
+    };
+    // The last tile apart: asked for in each turn, it took 524288 x 257 ...
+    const int others = has_end ? count - 1 : count;
+#pragma unroll 1
+    for (int i = 0; i < others; ++i) take(i, std::false_type());
+    if (has_end) take(others, std::true_type());
   }
   if (p.dw_partials == nullptr) return;
 

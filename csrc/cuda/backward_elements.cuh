@@ -436,6 +436,9 @@ template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream) {
   if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if constexpr (kIs16Bit<X>) {
+    if (plan.is_wide) return launch_backward_wide(p, plan, stream);
+  }
   const auto launch_run = [&](auto span, auto lanes, auto pairs) {
     constexpr RingSpan kSpan = decltype(span)::value;
     constexpr int kLanes = decltype(lanes)::value, kPairs = decltype(pairs)::value;

@@ -126,4 +126,9 @@ template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream);
 
+// Of backward_wide.cuh: wide ones of them.
+template <class X>
+cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan& plan,
+                                 cudaStream_t stream);
+
 }  // namespace fastnorm::cuda

@@ -170,6 +170,13 @@ constexpr int bulk_stage_bytes(int rows, int64_t cols) {
          whole_sectors(2 * rows * static_cast<int>(sizeof(float)));
 }
 
+// Wide rows of kElements in the backward, one at a time: warps of a block, at most, in which a
+// thread has 168 registers, pairs of columns of a lane, and shared memory of a block.
+constexpr int kLeastWideRow = 6273;
+constexpr int kMostWideRowWarps = 11;
+constexpr int kWideRowPairs[] = {9, 12, 15};
+constexpr int kMostWideRowBytes = (227 << 10) - 4096;
+
 // Warps of a row that the forward copies in bulk, at most: eight are slower (see copies_in_bulk).
 constexpr int kMaxBulkWarps = 6;
 
@@ -275,11 +282,13 @@ struct BackwardPlan {
   int64_t workspace_bytes = 0;
   int sm_count = 1;               // of the device
   bool overlap_launches = false;  // whether a kernel can start before the one before it has ended
+  bool is_wide = false;           // kElements: a block has one row at a time, copied in bulk
 };
 
 // Rows side by side in a warp: of lanes that are no power of two, as many as of the next one, but
 // where they are packed. In bulk lanes have several each, and so have warps that share rows.
 constexpr int rows_per_warp(const BackwardPlan& plan) {
+  if (plan.is_wide) return 1;
   const int lanes = plan.threads_per_row;
   const int side_by_side = lanes < kWarpSize ? kWarpSize / lanes : 1;
   if (plan.bulk_stages > 0) return side_by_side * kBulkRows;
@@ -291,6 +300,18 @@ constexpr int block_threads(const BackwardPlan& plan) {
   const int together = rows_per_warp(plan);
   const int lanes = plan.threads_per_row;
   return plan.rows_per_block / together * (together > 1 && lanes < kWarpSize ? kWarpSize : lanes);
+}
+
+// The most columns of a row that a block has, whose warps have steps of 2 * kWarpSize columns each.
+constexpr int64_t wide_block_columns(const BackwardPlan& plan, int64_t cols) {
+  const int64_t warps = plan.threads_per_row / kWarpSize;
+  const int64_t steps = (cols + 2 * kWarpSize - 1) / (2 * kWarpSize);
+  const int64_t most_steps = (steps + plan.cluster_size * warps - 1) / (plan.cluster_size * warps);
+  return warps * most_steps * 2 * kWarpSize;
+}
+// Where x or dy of such a part of a row lies: anywhere in a sector.
+constexpr int wide_tensor_bytes(const BackwardPlan& plan, int64_t cols) {
+  return whole_sectors(static_cast<int>(2 * wide_block_columns(plan, cols))) + kSectorBytes;
 }
 
 struct ForwardProblem {

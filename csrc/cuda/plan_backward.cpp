@@ -276,6 +276,12 @@ StreamShape choose_stream(const BackwardProblem& problem, int64_t chunks,
   stream.ring = ring_shape(problem, device, request);
   stream.elements = problem.dx ? element_shape(problem, device, request) : std::nullopt;
   const bool asks_for_elements = asks_for(Kernel::kElements) || asks_for(Kernel::kFewElements);
+  if (!asks_for(Kernel::kRing) && !asks_for(Kernel::kFewRows) && !request.cluster_size) {
+    if (const auto wide = wide_shape(problem, device)) {
+      stream.elements = wide;
+      return stream;
+    }
+  }
   const bool by_ring_anyway = asks_for(Kernel::kRing) || asks_for(Kernel::kFewRows) ||
                               (!asks_for_elements && ring_holds_uneven_rows(problem, device));
   if (stream.ring && by_ring_anyway) stream.elements.reset();

@@ -471,6 +471,26 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   return found;
 }
 
+// As many warps as may be. On an H100 this is not measured, nor done.
+std::optional<ElementShape> wide_shape(const BackwardProblem& problem,
+                                       const DeviceProperties& device) {
+  constexpr int kLess = 3;  // steps of the warp that has fewest, at most, than of lanes' room
+  if (!ends_within_a_chunk(problem) || !has_one_dtype(problem) || !problem.dx ||
+      size_in_bytes(problem.x_dtype) != 2 || problem.cols < kLeastWideRow ||
+      !can_stream(problem.x_dtype, device) || has_slow_memory(device)) {
+    return std::nullopt;
+  }
+  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
+  for (int size = 1; size <= kMaxClusterSize; ++size) {
+    const int warps = size * kMostWideRowWarps;
+    for (const int pairs : kWideRowPairs) {
+      if (warps * pairs < steps || steps / warps < pairs - kLess) continue;
+      return ElementShape{{kMostWideRowWarps * kWarpSize, size}, 2 * pairs, 1, true};
+    }
+  }
+  return std::nullopt;
+}
+
 // Warps of a block whose rows take a warp or a part of one: rather an odd number, as of blocks. Of
 // an elementwise sum on an H200: bfloat16 64 columns in 12 warps .914, in 13 .933, in 14 .923, in
 // 16 .913; 192 in eight .915, in nine .945, in ten .94, 320 in ten .938, in 11 .945, in 12 .941,
@@ -689,6 +709,12 @@ int bulk_stages(const BackwardPlan& plan, int64_t cols) {
   return std::clamp((many ? kManyWarpsBytes : kLeastBytes) / stage, least, kMostBulkStages);
 }
 
+// Stages of wide rows.
+int wide_stages(const BackwardPlan& plan, int64_t cols) {
+  const int stage = 2 * wide_tensor_bytes(plan, cols);
+  return std::clamp(kMostWideRowBytes / stage, 2, kMostBulkStages);
+}
+
 }  // namespace
 
 // Rows by column: how many a block works on at a time, and how many blocks there are.
@@ -708,7 +734,11 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
   const bool in_cluster = plan.cluster_size > 1;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
   int64_t together = 1;
-  if (copies_in_bulk(plan, problem, device, request)) {
+  if (shape.is_wide) {
+    plan.is_wide = true;
+    plan.rows_per_block = 1;
+    plan.bulk_stages = wide_stages(plan, problem.cols);
+  } else if (copies_in_bulk(plan, problem, device, request)) {
     plan.rows_per_block = rows_in_bulk(plan);
     plan.bulk_stages = bulk_stages(plan, problem.cols);
   } else {
@@ -732,7 +762,9 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     const int merged = sms < kFewMultiprocessors ? 1 : least_merged(sms, problem);
     return merged == 4 ? resident_clusters(4, 1, device) * 4 : sms / merged * merged;
   }
-  return streaming_clusters(plan.cluster_size, together, problem, device) * plan.cluster_size;
+  const int clusters = streaming_clusters(plan.cluster_size, together, problem, device);
+  // An even number of wide rows apart all that a block has begin at whole words, or none.
+  return (plan.is_wide && clusters > 1 ? clusters & -2 : clusters) * plan.cluster_size;
 }
 
 }  // namespace fastnorm::cuda

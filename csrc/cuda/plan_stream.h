@@ -26,6 +26,7 @@ struct ElementShape {
   RingShape ring;
   int columns = 0;   // of a lane, at most
   int together = 1;  // rows of a block, or blocks of clusters on a multiprocessor
+  bool is_wide = false;
 };
 
 // The block or the cluster or grid of blocks that holds a row in chunks; none where rows cannot be
@@ -37,6 +38,10 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                                           const DeviceProperties& device,
                                           const PlanRequest& request);
+
+// The same of wide 16-bit rows, which come in bulk one by one.
+std::optional<ElementShape> wide_shape(const BackwardProblem& problem,
+                                       const DeviceProperties& device);
 
 // Chunks of a thread of a row so held.
 inline int ring_chunks(const RingShape& shape, const BackwardProblem& problem) {

@@ -1,0 +1,479 @@
+// The backward of wide 16-bit rows that end within a chunk, wherever they begin. Blocks stay, or
+// clusters of them, and have a row at a time, by up to 11 warps of each block, whose lanes have
+// pairs of columns. One warp more copies rows of x and dy into a ring of stages in shared memory,
+// by bulk copies, and what the others have put in the place of x back, as dx. Weights, dw and db
+// are in registers.
+#pragma once
+
+#include "backward_bulk.cuh"
+#include "wide_row.cuh"
+
+namespace fastnorm::cuda {
+
+// Of a stage, x and then as much for dy; and how many stages there are.
+struct WideStages {
+  int tensor_bytes, stages;
+
+  __device__ __forceinline__ unsigned char* x_of(unsigned char* memory, int stage) const {
+    return memory + 2 * stage * tensor_bytes;
+  }
+};
+
+// What a block has of its rows: columns `from` to `to`, of each of `count` rows from `first` on,
+// `step` rows apart.
+template <class X>
+struct WideShare {
+  int64_t first, step;
+  int count, from, to;
+
+  __device__ __forceinline__ WideShare(const RingParameters<X>& p, int rank, int warps)
+      : first(blockIdx.x / p.cluster_size),
+        step(gridDim.x / p.cluster_size),
+        count(static_cast<int>((p.rows - 1 - first + step) / step)),
+        from(begin_of_run<false>(p, rank * warps)),
+        to(begin_of_run<false>(p, (rank + 1) * warps)) {}
+  __device__ __forceinline__ int64_t row(int i) const { return first + i * step; }
+};
+
+// Its part of a row.
+template <class X>
+struct WideParts {
+  WideRow<const X> x, dy;
+  WideRow<X> dx;
+
+  __device__ __forceinline__ WideParts(const RingParameters<X>& p, const WideShare<X>& share,
+                                       int64_t row)
+      : x(p.x + row * p.x_row_stride + share.from, share.to - share.from),
+        dy(p.dy + row * p.dy_row_stride + share.from, share.to - share.from),
+        dx(p.dx + row * p.cols + share.from, share.to - share.from) {}
+};
+
+// Whether all of dx lies in granules as x does, so that it may leave from its place.
+template <class X>
+__device__ __forceinline__ bool is_in_place(const RingParameters<X>& p) {
+  const auto apart = reinterpret_cast<uintptr_t>(p.x) - reinterpret_cast<uintptr_t>(p.dx);
+  return apart % kChunkBytes == 0 && (p.x_row_stride - p.cols) % WideRow<X>::kGranule == 0;
+}
+
+// Whether all rows of this block begin at whole words, in x and dy.
+template <class X>
+__device__ __forceinline__ bool are_in_words(const RingParameters<X>& p,
+                                             const WideShare<X>& share) {
+  const WideParts<X> parts(p, share, share.first);
+  const int64_t strides = share.count > 1 ? (p.x_row_stride | p.dy_row_stride) * share.step : 0;
+  return (parts.x.begin | parts.dy.begin | strides) % 2 == 0;
+}
+
+// What the warp that copies does.
+template <class X>
+__device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
+                                               const WideShare<X>& share, const WideStages& ring,
+                                               const BulkBarriers& barriers,
+                                               unsigned char* memory) {
+  const int lane = threadIdx.x % kWarpSize;
+  const auto fetch = [&](int i, int s) {
+    const int64_t row = share.row(i);
+    const WideParts<X> parts(p, share, row);
+    X* const x = reinterpret_cast<X*>(ring.x_of(memory, s));
+    X* const dy = x + ring.tensor_bytes / WideRow<X>::kSize;
+    const unsigned barrier = barriers.full_of(s);
+    // Between rows that do not lie one behind the other may be memory of others.
+    const auto granules_of = [&](const WideRow<const X>& part, const X* tensor, const X* end,
+                                 int64_t stride) {
+      const bool dense = stride == p.cols;
+      const X* const first = tensor + row * stride;
+      return part.granules(dense ? tensor : first, dense ? end : first + p.cols);
+    };
+    const Granules of_x = granules_of(parts.x, p.x, p.x_end, p.x_row_stride);
+    const Granules of_dy = granules_of(parts.dy, p.dy, p.dy_end, p.dy_row_stride);
+    if (lane == 0) {
+      const int elements = of_x.to - of_x.from + of_dy.to - of_dy.from;
+      arrive_and_expect(barrier, elements * WideRow<X>::kSize);
+      parts.x.copy_in(x, of_x, barrier);
+      parts.dy.copy_in(dy, of_dy, barrier);
+    } else {
+      parts.x.copy_ends(x, parts.x.sector, of_x, lane - 1);
+      parts.dy.copy_ends(dy, parts.dy.sector, of_dy, lane - 1);
+      arrive(barrier);
+    }
+  };
+
+  const bool in_place = is_in_place(p);
+  for (int s = 0; s < min(ring.stages, share.count); ++s) fetch(s, s);
+  BulkTurn turn;
+  for (int i = 0; i < share.count; ++i) {
+    wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
+    if (in_place) {
+      const WideParts<X> parts(p, share, share.row(i));
+      const X* const x = reinterpret_cast<const X*>(ring.x_of(memory, turn.stage));
+      const X* const dx = x + (parts.x.begin - parts.dx.begin);
+      const Granules whole = parts.dx.granules();
+      if (lane == 0) parts.dx.copy_out(dx, whole);
+      parts.dx.copy_ends(parts.dx.sector, dx, whole, lane);
+      publish_to_copies();  // the ends have been read, too
+      if (lane == 0) wait_bulk_reads();
+      __syncwarp();
+    }
+    if (i + ring.stages < share.count) fetch(i + ring.stages, turn.stage);
+    turn.advance(ring.stages);
+  }
+}
+
+// The sums of rows over the warps of a block or cluster. Each warp tells all blocks its own by a
+// pair of numbers, and goes on with the row before; nobody waits for who is slower by less than
+// that.
+//
+// A warp that tells those of row i has seen all of row i - 2, so that each warp has told these, and
+// read those of row i - 4: of four places for a row the one is free.
+struct WideSums {
+  static constexpr int kRows = 4;
+  static constexpr int kMostWarps = kMaxClusterSize * kMostWideRowWarps;
+  struct Storage {
+    alignas(8) float2 slots[kRows][kMostWarps];
+    uint64_t barriers[kRows];
+  };
+  static constexpr int kHalf = kWarpSize / 2;
+
+  unsigned slots, barriers;  // of this block
+  // Those of the block of a row that this lane tells: of its warp; none if there is no such block.
+  unsigned remote_slot, remote_barrier;
+  int warps;   // of all blocks
+  bool tells;  // this lane a block
+  bool expects;
+
+  __device__ __forceinline__ WideSums(Storage& storage, int size, int rank, int block_warps,
+                                      int warp)
+      : slots(shared_address(&storage.slots[0][0])),
+        barriers(shared_address(&storage.barriers[0])),
+        warps(size * block_warps),
+        tells(static_cast<int>(threadIdx.x) % kWarpSize < size),
+        expects(threadIdx.x == 0) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int block = cluster_rank() - rank + (tells ? lane : 0);
+    const int of_row = rank * block_warps + warp;
+    remote_slot = remote_address(slots + of_row * static_cast<unsigned>(sizeof(float2)), block);
+    remote_barrier = remote_address(barriers, block);
+  }
+
+  __device__ __forceinline__ void init() const {
+    for (int n = 0; n < kRows; ++n) init_barrier(barrier_of(n), 1);
+  }
+
+  __device__ __forceinline__ void tell(int i, const Sums<float>& sums) const {
+    const unsigned turn = i % kRows;
+    if (expects) arrive_and_expect(barrier_of(turn), warps * static_cast<int>(sizeof(float2)));
+    const float mine = add_lanes(sums.xhat_wdy, sums.wdy);
+    const float xhat_wdy = __shfl_sync(kAllLanes, mine, 0);
+    const float wdy = __shfl_sync(kAllLanes, mine, kHalf);
+    if (tells) {
+      store_async(remote_slot + turn * kTurnBytes, xhat_wdy, wdy,
+                  remote_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
+    }
+  }
+
+  __device__ __forceinline__ Sums<float> read(int i) const {
+    const unsigned turn = i % kRows;
+    wait_barrier<true>(barrier_of(turn), i / kRows % 2);
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned slot = slots + turn * kTurnBytes + lane * static_cast<unsigned>(sizeof(float2));
+    float2 sum = make_float2(0, 0);
+    if (lane < warps) sum = load_float2(slot);
+#pragma unroll 1
+    for (int n = kWarpSize; n < warps; n += kWarpSize) {
+      if (lane + n >= warps) continue;
+      const float2 other = load_float2(slot + n * static_cast<unsigned>(sizeof(float2)));
+      sum.x += other.x;
+      sum.y += other.y;
+    }
+    const float mine = add_lanes(sum.x, sum.y);
+    return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf)};
+  }
+
+ private:
+  static constexpr unsigned kTurnBytes = kMostWarps * sizeof(float2);
+  __device__ __forceinline__ unsigned barrier_of(unsigned turn) const {
+    return barriers + turn * static_cast<unsigned>(sizeof(uint64_t));
+  }
+  // The sum of all lanes' first numbers in the first half of them, of their second ones in the
+  // second.
+  static __device__ __forceinline__ float add_lanes(float first, float second) {
+    const bool half = threadIdx.x & kHalf;
+    float mine = half ? second : first;
+    mine += __shfl_xor_sync(kAllLanes, half ? first : second, kHalf);
+#pragma unroll
+    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
+      mine += __shfl_xor_sync(kAllLanes, mine, offset);
+    }
+    return mine;
+  }
+};
+
+// Two columns of a row. kPaired: they lie in a word of shared memory.
+template <class X, bool kPaired>
+struct WidePair {
+  Pack<X, 2> pack;
+  __device__ __forceinline__ float get(int i) const { return pack.template get<float>(i); }
+};
+template <class X>
+struct WidePair<X, false> {
+  uint16_t bits[2];
+  __device__ __forceinline__ float get(int i) const {
+    return widen(*reinterpret_cast<const X*>(&bits[i]));
+  }
+};
+
+// What a lane has of a row: kPairs pairs of columns, a warp's width apart, of which all but
+// kMaybe certainly exist.
+template <class X, int kPairs>
+struct WideColumns {
+  static constexpr int kMaybe = 4;
+  static constexpr int kStep = 2 * kWarpSize;
+  static constexpr auto kSize = static_cast<unsigned>(sizeof(X));
+  using Values = float[kPairs][2];
+
+  int left;  // columns from this lane's first one on
+
+  __device__ __forceinline__ bool has(int s, int i) const {
+    return s < kPairs - kMaybe || s * kStep + i < left;
+  }
+
+  // From shared memory, where the first is at `place`; zero where there is none.
+  template <bool kPaired>
+  __device__ __forceinline__ WidePair<X, kPaired> load(unsigned place, int s) const {
+    const unsigned from = place + s * kStep * kSize;
+    WidePair<X, kPaired> pair = {};
+    if constexpr (kPaired) {
+      if (has(s, 0)) pair.pack = load_pair<X>(from);
+      if (!has(s, 1)) pair.pack.set_bits32(0, pair.pack.bits32(0) & 0xffff);
+    } else {
+      if (has(s, 0)) pair.bits[0] = load_bits16(from);
+      if (has(s, 1)) pair.bits[1] = load_bits16(from + kSize);
+    }
+    return pair;
+  }
+
+  template <bool kPaired>
+  __device__ __forceinline__ void store(unsigned place, int s, const Pack<X, 2>& pair) const {
+    const unsigned to = place + s * kStep * kSize;
+    if (kPaired && has(s, 1)) {
+      put_pair(to, pair);
+    } else {
+      if (has(s, 0)) put_element(to, pair.element(0));
+      if (has(s, 1)) put_element(to + kSize, pair.element(1));
+    }
+  }
+
+  __device__ __forceinline__ void store_global(X* first, int s, const Pack<X, 2>& pair) const {
+    if (has(s, 0)) first[s * kStep] = pair.element(0);
+    if (has(s, 1)) first[s * kStep + 1] = pair.element(1);
+  }
+
+  __device__ __forceinline__ void load_weight(Values& values, const void* weight, DType dtype,
+                                              int first) const {
+#pragma unroll
+    for (int s = 0; s < kPairs; ++s) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int at = first + s * kStep + j;
+        values[s][j] = 1;
+        if (weight != nullptr && has(s, j)) {
+          values[s][j] = dtype == DType::kFloat32 ? static_cast<const float*>(weight)[at]
+                                                  : widen(static_cast<const X*>(weight)[at]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put_sums(const Values& sums, float* first) const {
+#pragma unroll
+    for (int s = 0; s < kPairs; ++s) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (has(s, j)) first[s * kStep + j] = sums[s][j];
+      }
+    }
+  }
+};
+
+template <class X, int kPairs>
+__global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
+    backward_wide(const RingParameters<X> p, const WideStages ring) {
+  if (!kStreams) return;
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  constexpr int kAhead = 2,
+                kSlots = kAhead + 1;  // pairs that are asked for before it is their turn
+  using Columns = WideColumns<X, kPairs>;
+  extern __shared__ __align__(kSectorBytes) unsigned char wide_memory[];
+  __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages];
+  __shared__ WideSums::Storage sums_storage;
+
+  const BulkBarriers barriers{shared_address(full), shared_address(written)};
+  const int warp = warp_index(), warps = p.warps;
+  const int rank = cluster_rank() % p.cluster_size;
+  const WideSums all_sums(sums_storage, p.cluster_size, rank, warps, warp);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < ring.stages; ++s) {
+      init_barrier(barriers.full_of(s), kWarpSize);
+      init_barrier(barriers.written_of(s), kWarpSize * warps);
+    }
+    all_sums.init();
+    publish_barriers();
+  }
+  cluster_arrive();
+  cluster_wait();
+  let_next_kernel_start();
+  const WideShare<X> share(p, rank, warps);
+  const int width = (share.to - share.from + 3) / 4 * 4;
+
+  // kDirect: dx to device memory, and not by way of the place of x.
+  const auto process = [&](auto paired, auto direct) {
+    constexpr bool kPaired = decltype(paired)::value, kDirect = decltype(direct)::value;
+    const int row_warp = rank * warps + warp;
+    const int column = begin_of_run<false>(p, row_warp) + threadIdx.x % kWarpSize * 2;
+    const Columns columns{begin_of_run<false>(p, row_warp + 1) - column};
+    typename Columns::Values weight, dw = {}, db = {};
+    columns.load_weight(weight, p.weight, p.weight_dtype, column);
+    // Where this lane's x and dy of a row are: by where in a sector rows begin, from turn to turn.
+    const WideParts<X> first_parts(p, share, share.first);
+    const unsigned memory =
+        shared_address(wide_memory) + static_cast<unsigned>(column - share.from) * kSize;
+    const unsigned dy_memory = memory + ring.tensor_bytes, stage_bytes = 2 * ring.tensor_bytes;
+    const auto x_step = static_cast<unsigned>(p.x_row_stride * share.step) * kSize;
+    const auto dy_step = static_cast<unsigned>(p.dy_row_stride * share.step) * kSize;
+    unsigned x_begin = first_parts.x.begin * kSize, dy_begin = first_parts.dy.begin * kSize;
+    unsigned x_place = 0, dy_place = 0, stage = 0;
+    // Pairs of a row, those to come asked for while there is something to do.
+    const auto visit = [&](unsigned x_place, unsigned dy_place, const auto& visitor) {
+      WidePair<X, kPaired> x[kSlots], dy[kSlots];
+      const auto load = [&](int s) {
+        if (s >= kPairs) return;
+        x[s % kSlots] = columns.template load<kPaired>(x_place, s);
+        dy[s % kSlots] = columns.template load<kPaired>(dy_place, s);
+      };
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) load(s);
+#pragma unroll
+      for (int s = 0; s < kPairs; ++s) {
+        load(s + kAhead);
+        visitor(s, x[s % kSlots], dy[s % kSlots]);
+      }
+    };
+    float mean = 0, rstd = 0;
+    const float *next_mean = p.mean + share.first, *next_rstd = p.rstd + share.first;
+    float later_mean = __ldg(next_mean), later_rstd = __ldg(next_rstd);
+    BulkTurn turn, later;  // of the row whose dx, and of the next one, whose sums are found
+#pragma unroll 1
+    for (int i = -1; i < share.count; ++i) {
+      const unsigned later_x = memory + stage + x_begin, later_dy = dy_memory + stage + dy_begin;
+      const float row_mean = later_mean, row_rstd = later_rstd;
+      if (i + 1 < share.count) {
+        if (i + 2 < share.count) {
+          next_mean += share.step;
+          next_rstd += share.step;
+          later_mean = __ldg(next_mean);
+          later_rstd = __ldg(next_rstd);
+        }
+        wait_barrier<false>(barriers.full_of(later.stage), later.parity);
+        Sums<float> sums[2];
+        visit(later_x, later_dy, [&](int s, const auto& x, const auto& dy) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float wdy = dy.get(j) * weight[s][j];
+            const float centred = x.get(j) - row_mean;
+            sums[j].xhat_wdy = fma(centred, wdy, sums[j].xhat_wdy);
+            sums[j].wdy += wdy;
+          }
+        });
+        sums[0].merge(sums[1]);
+        all_sums.tell(i + 1, sums[0]);
+        later.advance(ring.stages);
+        stage = later.stage * stage_bytes;
+        x_begin = (x_begin + x_step) % kSectorBytes;
+        dy_begin = (dy_begin + dy_step) % kSectorBytes;
+      }
+      if (i >= 0) {
+        const RowGradient gradient(mean, rstd, all_sums.read(i), p.inverse_cols);
+        visit(x_place, dy_place, [&](int s, const auto& x, const auto& dy) {
+          float dx[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float given = dy.get(j);
+            const float centred = x.get(j) - gradient.mean;
+            const float scaled = given * gradient.rstd;
+            dw[s][j] = fma(scaled, centred, dw[s][j]);
+            db[s][j] += given;
+            dx[j] = gradient.dx(centred, scaled, weight[s][j]);
+          }
+          Pack<X, 2> pair;
+          pair.set_pair(0, dx[0], dx[1]);
+          if constexpr (kDirect) {
+            columns.store_global(p.dx + share.row(i) * p.cols + column, s, pair);
+          } else {
+            columns.template store<kPaired>(x_place, s, pair);
+          }
+        });
+        publish_to_copies();
+        arrive(barriers.written_of(turn.stage));
+        turn.advance(ring.stages);
+      }
+      mean = row_mean;
+      rstd = row_rstd;
+      x_place = later_x;
+      dy_place = later_dy;
+    }
+    meet_group(0, warps + 1);
+    if (p.dw_partials == nullptr) return;
+    float* const staged = reinterpret_cast<float*>(wide_memory) + column - share.from;
+    columns.put_sums(dw, staged);
+    columns.put_sums(db, staged + width);
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  if (warp == warps) {
+    copy_wide_rows(p, share, ring, barriers, wide_memory);
+    meet_group(0, warps + 1);
+  } else if (!is_in_place(p)) {
+    process(kNo, kYes);
+  } else if (are_in_words(p, share)) {
+    process(kYes, kNo);
+  } else {
+    process(kNo, kNo);
+  }
+  // No block leaves before all have sent and received their sums.
+  if (p.cluster_size > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  if (p.dw_partials == nullptr) return;
+
+  // One row of partial sums per block or cluster.
+  leave_partials<false>(p, reinterpret_cast<float*>(wide_memory), width, share.from, p.merged,
+                        p.cluster_size);
+}
+
+template <class X>
+cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan& plan,
+                                 cudaStream_t stream) {
+  const auto launch = [&](auto pairs) {
+    const auto kernel = backward_wide<X, decltype(pairs)::value>;
+    static std::atomic<uint64_t> prepared{0};  // a bit per device
+    const cudaError_t error =
+        allow_blocks(reinterpret_cast<const void*>(kernel), kMostWideRowBytes, false, prepared);
+    if (error != cudaSuccess) return error;
+    const WideStages ring{wide_tensor_bytes(plan, p.cols), plan.bulk_stages};
+    return Launch(plan.blocks, dim3(block_threads(plan) + kWarpSize), stream)
+        .with_shared(2 * ring.stages * ring.tensor_bytes)
+        .in_clusters(plan.cluster_size * plan.merged, true)(kernel, p, ring);
+  };
+  switch (plan.columns_per_thread / 2) {
+    case 9:
+      return launch(std::integral_constant<int, 9>());
+    case 12:
+      return launch(std::integral_constant<int, 12>());
+    case 15:
+      return launch(std::integral_constant<int, 15>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fastnorm::cuda
