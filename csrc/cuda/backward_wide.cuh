@@ -119,12 +119,12 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
   }
 }
 
-// The sums of rows over the warps of a block or cluster. Each warp tells all blocks its own by a
-// pair of numbers, and goes on with the row before; nobody waits for who is slower by less than
-// that.
+// The sums of rows over the warps of a block, or of the blocks of a cluster, whose warps tell all
+// of them their own by a pair of numbers.
 //
-// A warp that tells those of row i has seen all of row i - 2, so that each warp has told these, and
-// read those of row i - 4: of four places for a row the one is free.
+// A warp that tells those of row i has read those of row i - 2 at the least, so that each warp has
+// told these, and read those of row i - 4: of four places for a row the one is free.
+template <bool kAlone>
 struct WideSums {
   static constexpr int kRows = 4;
   static constexpr int kMostWarps = kMaxClusterSize * kMostWideRowWarps;
@@ -135,11 +135,10 @@ struct WideSums {
   static constexpr int kHalf = kWarpSize / 2;
 
   unsigned slots, barriers;  // of this block
-  // Those of the block of a row that this lane tells: of its warp; none if there is no such block.
+  // Those of the block that this lane tells, if it tells one; the place is its warp's.
   unsigned remote_slot, remote_barrier;
-  int warps;   // of all blocks
-  bool tells;  // this lane a block
-  bool expects;
+  int warps;  // of all blocks
+  bool tells, expects;
 
   __device__ __forceinline__ WideSums(Storage& storage, int size, int rank, int block_warps,
                                       int warp)
@@ -151,8 +150,11 @@ struct WideSums {
     const int lane = threadIdx.x % kWarpSize;
     const int block = cluster_rank() - rank + (tells ? lane : 0);
     const int of_row = rank * block_warps + warp;
-    remote_slot = remote_address(slots + of_row * static_cast<unsigned>(sizeof(float2)), block);
-    remote_barrier = remote_address(barriers, block);
+    remote_slot = slots + of_row * static_cast<unsigned>(sizeof(float2));
+    if constexpr (!kAlone) {
+      remote_slot = remote_address(remote_slot, block);
+      remote_barrier = remote_address(barriers, block);
+    }
   }
 
   __device__ __forceinline__ void init() const {
@@ -161,29 +163,39 @@ struct WideSums {
 
   __device__ __forceinline__ void tell(int i, const Sums<float>& sums) const {
     const unsigned turn = i % kRows;
-    if (expects) arrive_and_expect(barrier_of(turn), warps * static_cast<int>(sizeof(float2)));
     const float mine = add_lanes(sums.xhat_wdy, sums.wdy);
-    const float xhat_wdy = __shfl_sync(kAllLanes, mine, 0);
-    const float wdy = __shfl_sync(kAllLanes, mine, kHalf);
-    if (tells) {
-      store_async(remote_slot + turn * kTurnBytes, xhat_wdy, wdy,
-                  remote_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
+    if constexpr (kAlone) {
+      const int lane = threadIdx.x % kWarpSize;
+      constexpr auto kFloat = static_cast<unsigned>(sizeof(float));
+      const unsigned slot = remote_slot + turn * kTurnBytes;
+      if (lane % kHalf == 0) put_element(slot + lane / kHalf * kFloat, mine);
+      meet_group(0, warps);
+    } else {
+      if (expects) arrive_and_expect(barrier_of(turn), warps * static_cast<int>(sizeof(float2)));
+      const float xhat_wdy = __shfl_sync(kAllLanes, mine, 0);
+      const float wdy = __shfl_sync(kAllLanes, mine, kHalf);
+      if (tells) {
+        store_async(remote_slot + turn * kTurnBytes, xhat_wdy, wdy,
+                    remote_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
+      }
     }
   }
 
   __device__ __forceinline__ Sums<float> read(int i) const {
     const unsigned turn = i % kRows;
-    wait_barrier<true>(barrier_of(turn), i / kRows % 2);
+    if constexpr (!kAlone) wait_barrier<true>(barrier_of(turn), i / kRows % 2);
     const int lane = threadIdx.x % kWarpSize;
     const unsigned slot = slots + turn * kTurnBytes + lane * static_cast<unsigned>(sizeof(float2));
     float2 sum = make_float2(0, 0);
     if (lane < warps) sum = load_float2(slot);
+    if constexpr (!kAlone) {
 #pragma unroll 1
-    for (int n = kWarpSize; n < warps; n += kWarpSize) {
-      if (lane + n >= warps) continue;
-      const float2 other = load_float2(slot + n * static_cast<unsigned>(sizeof(float2)));
-      sum.x += other.x;
-      sum.y += other.y;
+      for (int n = kWarpSize; n < warps; n += kWarpSize) {
+        if (lane + n >= warps) continue;
+        const float2 other = load_float2(slot + n * static_cast<unsigned>(sizeof(float2)));
+        sum.x += other.x;
+        sum.y += other.y;
+      }
     }
     const float mine = add_lanes(sum.x, sum.y);
     return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf)};
@@ -208,20 +220,6 @@ struct WideSums {
   }
 };
 
-// Two columns of a row. kPaired: they lie in a word of shared memory.
-template <class X, bool kPaired>
-struct WidePair {
-  Pack<X, 2> pack;
-  __device__ __forceinline__ float get(int i) const { return pack.template get<float>(i); }
-};
-template <class X>
-struct WidePair<X, false> {
-  uint16_t bits[2];
-  __device__ __forceinline__ float get(int i) const {
-    return widen(*reinterpret_cast<const X*>(&bits[i]));
-  }
-};
-
 // What a lane has of a row: kPairs pairs of columns, a warp's width apart, of which all but
 // kMaybe certainly exist.
 template <class X, int kPairs>
@@ -237,17 +235,20 @@ struct WideColumns {
     return s < kPairs - kMaybe || s * kStep + i < left;
   }
 
-  // From shared memory, where the first is at `place`; zero where there is none.
+  // From shared memory, where the first is at `place`; zero where there is none. kPaired: they lie
+  // in a word.
   template <bool kPaired>
-  __device__ __forceinline__ WidePair<X, kPaired> load(unsigned place, int s) const {
+  __device__ __forceinline__ Pack<X, 2> load(unsigned place, int s) const {
     const unsigned from = place + s * kStep * kSize;
-    WidePair<X, kPaired> pair = {};
-    if constexpr (kPaired) {
-      if (has(s, 0)) pair.pack = load_pair<X>(from);
-      if (!has(s, 1)) pair.pack.set_bits32(0, pair.pack.bits32(0) & 0xffff);
+    Pack<X, 2> pair = {};
+    if (kPaired) {
+      if (has(s, 0)) pair = load_pair<X>(from);
+      if (!has(s, 1)) pair.set_bits32(0, pair.bits32(0) & 0xffff);
     } else {
-      if (has(s, 0)) pair.bits[0] = load_bits16(from);
-      if (has(s, 1)) pair.bits[1] = load_bits16(from + kSize);
+      uint32_t low = 0, high = 0;
+      if (has(s, 0)) low = load_bits16(from);
+      if (has(s, 1)) high = load_bits16(from + kSize);
+      pair.set_bits32(0, low | high << 16);
     }
     return pair;
   }
@@ -295,22 +296,26 @@ struct WideColumns {
   }
 };
 
-template <class X, int kPairs>
+// kAlone: a row has one block, whose warps wait for each other's sums, and in which it stays in
+// registers until dx. Of clusters each warp finds the sums of the next row before it waits for
+// those of one, and reads that once more for dx.
+template <class X, int kPairs, bool kAlone>
 __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
     backward_wide(const RingParameters<X> p, const WideStages ring) {
   if (!kStreams) return;
   constexpr int kSize = static_cast<int>(sizeof(X));
-  constexpr int kAhead = 2,
-                kSlots = kAhead + 1;  // pairs that are asked for before it is their turn
+  // Pairs that are asked for before it is their turn; and places for them.
+  constexpr int kAhead = 2, kSlots = kAlone ? kPairs : kAhead + 1;
   using Columns = WideColumns<X, kPairs>;
   extern __shared__ __align__(kSectorBytes) unsigned char wide_memory[];
   __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages];
-  __shared__ WideSums::Storage sums_storage;
+  using AllSums = WideSums<kAlone>;
+  __shared__ typename AllSums::Storage sums_storage;
 
   const BulkBarriers barriers{shared_address(full), shared_address(written)};
   const int warp = warp_index(), warps = p.warps;
-  const int rank = cluster_rank() % p.cluster_size;
-  const WideSums all_sums(sums_storage, p.cluster_size, rank, warps, warp);
+  const int rank = kAlone ? 0 : cluster_rank() % p.cluster_size;
+  const AllSums all_sums(sums_storage, p.cluster_size, rank, warps, warp);
   if (threadIdx.x == 0) {
     for (int s = 0; s < ring.stages; ++s) {
       init_barrier(barriers.full_of(s), kWarpSize);
@@ -319,8 +324,12 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
     all_sums.init();
     publish_barriers();
   }
-  cluster_arrive();
-  cluster_wait();
+  if constexpr (kAlone) {
+    __syncthreads();
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
   let_next_kernel_start();
   const WideShare<X> share(p, rank, warps);
   const int width = (share.to - share.from + 3) / 4 * 4;
@@ -342,13 +351,13 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
     const auto dy_step = static_cast<unsigned>(p.dy_row_stride * share.step) * kSize;
     unsigned x_begin = first_parts.x.begin * kSize, dy_begin = first_parts.dy.begin * kSize;
     unsigned x_place = 0, dy_place = 0, stage = 0;
+    Pack<X, 2> x[kSlots], dy[kSlots];
     // Pairs of a row, those to come asked for while there is something to do.
-    const auto visit = [&](unsigned x_place, unsigned dy_place, const auto& visitor) {
-      WidePair<X, kPaired> x[kSlots], dy[kSlots];
+    const auto visit = [&](bool asks, unsigned x_from, unsigned dy_from, const auto& visitor) {
       const auto load = [&](int s) {
-        if (s >= kPairs) return;
-        x[s % kSlots] = columns.template load<kPaired>(x_place, s);
-        dy[s % kSlots] = columns.template load<kPaired>(dy_place, s);
+        if (!asks || s >= kPairs) return;
+        x[s % kSlots] = columns.template load<kPaired>(x_from, s);
+        dy[s % kSlots] = columns.template load<kPaired>(dy_from, s);
       };
 #pragma unroll
       for (int s = 0; s < kAhead; ++s) load(s);
@@ -361,13 +370,19 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
     float mean = 0, rstd = 0;
     const float *next_mean = p.mean + share.first, *next_rstd = p.rstd + share.first;
     float later_mean = __ldg(next_mean), later_rstd = __ldg(next_rstd);
-    BulkTurn turn, later;  // of the row whose dx, and of the next one, whose sums are found
+    BulkTurn turn, later;  // of the row i whose dx, and the row n whose sums are found
 #pragma unroll 1
-    for (int i = -1; i < share.count; ++i) {
+    for (int n = 0; n < share.count + (kAlone ? 0 : 1); ++n) {
+      const int i = kAlone ? n : n - 1;
       const unsigned later_x = memory + stage + x_begin, later_dy = dy_memory + stage + dy_begin;
       const float row_mean = later_mean, row_rstd = later_rstd;
-      if (i + 1 < share.count) {
-        if (i + 2 < share.count) {
+      if (kAlone) {
+        mean = row_mean;
+        rstd = row_rstd;
+        x_place = later_x;
+      }
+      if (n < share.count) {
+        if (n + 1 < share.count) {
           next_mean += share.step;
           next_rstd += share.step;
           later_mean = __ldg(next_mean);
@@ -375,30 +390,30 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
         }
         wait_barrier<false>(barriers.full_of(later.stage), later.parity);
         Sums<float> sums[2];
-        visit(later_x, later_dy, [&](int s, const auto& x, const auto& dy) {
+        visit(true, later_x, later_dy, [&](int s, const Pack<X, 2>& x, const Pack<X, 2>& dy) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const float wdy = dy.get(j) * weight[s][j];
-            const float centred = x.get(j) - row_mean;
+            const float wdy = dy.template get<float>(j) * weight[s][j];
+            const float centred = x.template get<float>(j) - row_mean;
             sums[j].xhat_wdy = fma(centred, wdy, sums[j].xhat_wdy);
             sums[j].wdy += wdy;
           }
         });
         sums[0].merge(sums[1]);
-        all_sums.tell(i + 1, sums[0]);
+        all_sums.tell(n, sums[0]);
         later.advance(ring.stages);
         stage = later.stage * stage_bytes;
         x_begin = (x_begin + x_step) % kSectorBytes;
         dy_begin = (dy_begin + dy_step) % kSectorBytes;
       }
-      if (i >= 0) {
+      if (kAlone || i >= 0) {
         const RowGradient gradient(mean, rstd, all_sums.read(i), p.inverse_cols);
-        visit(x_place, dy_place, [&](int s, const auto& x, const auto& dy) {
+        visit(!kAlone, x_place, dy_place, [&](int s, const Pack<X, 2>& x, const Pack<X, 2>& dy) {
           float dx[2];
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            const float given = dy.get(j);
-            const float centred = x.get(j) - gradient.mean;
+            const float given = dy.template get<float>(j);
+            const float centred = x.template get<float>(j) - gradient.mean;
             const float scaled = given * gradient.rstd;
             dw[s][j] = fma(scaled, centred, dw[s][j]);
             db[s][j] += given;
@@ -440,7 +455,7 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
     process(kNo, kNo);
   }
   // No block leaves before all have sent and received their sums.
-  if (p.cluster_size > 1) {
+  if constexpr (!kAlone) {
     cluster_arrive();
     cluster_wait();
   }
@@ -454,8 +469,8 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
 template <class X>
 cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan& plan,
                                  cudaStream_t stream) {
-  const auto launch = [&](auto pairs) {
-    const auto kernel = backward_wide<X, decltype(pairs)::value>;
+  const auto launch_kernel = [&](auto pairs, auto alone) {
+    const auto kernel = backward_wide<X, decltype(pairs)::value, decltype(alone)::value>;
     static std::atomic<uint64_t> prepared{0};  // a bit per device
     const cudaError_t error =
         allow_blocks(reinterpret_cast<const void*>(kernel), kMostWideRowBytes, false, prepared);
@@ -463,7 +478,11 @@ cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan&
     const WideStages ring{wide_tensor_bytes(plan, p.cols), plan.bulk_stages};
     return Launch(plan.blocks, dim3(block_threads(plan) + kWarpSize), stream)
         .with_shared(2 * ring.stages * ring.tensor_bytes)
-        .in_clusters(plan.cluster_size * plan.merged, true)(kernel, p, ring);
+        .in_clusters(plan.cluster_size * plan.merged)(kernel, p, ring);
+  };
+  const auto launch = [&](auto pairs) {
+    return plan.cluster_size == 1 ? launch_kernel(pairs, std::true_type())
+                                  : launch_kernel(pairs, std::false_type());
   };
   switch (plan.columns_per_thread / 2) {
     case 9:

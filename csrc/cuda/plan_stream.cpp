@@ -712,7 +712,8 @@ int bulk_stages(const BackwardPlan& plan, int64_t cols) {
 // Stages of wide rows.
 int wide_stages(const BackwardPlan& plan, int64_t cols) {
   const int stage = 2 * wide_tensor_bytes(plan, cols);
-  return std::clamp(kMostWideRowBytes / stage, 2, kMostBulkStages);
+  constexpr int kMostBytes = 160 << 10;
+  return std::clamp(kMostBytes / stage, 2, kMostBulkStages);
 }
 
 }  // namespace
