@@ -220,11 +220,10 @@ struct WideSums {
   }
 };
 
-// What a lane has of a row: kPairs pairs of columns, a warp's width apart, of which all but
-// kMaybe certainly exist.
+// What a lane has of a row: kPairs pairs of columns, a warp's width apart, of which all but the
+// last certainly exist.
 template <class X, int kPairs>
 struct WideColumns {
-  static constexpr int kMaybe = 4;
   static constexpr int kStep = 2 * kWarpSize;
   static constexpr auto kSize = static_cast<unsigned>(sizeof(X));
   using Values = float[kPairs][2];
@@ -232,7 +231,7 @@ struct WideColumns {
   int left;  // columns from this lane's first one on
 
   __device__ __forceinline__ bool has(int s, int i) const {
-    return s < kPairs - kMaybe || s * kStep + i < left;
+    return s < kPairs - 1 || s * kStep + i < left;
   }
 
   // From shared memory, where the first is at `place`; zero where there is none. kPaired: they lie
@@ -427,7 +426,7 @@ __global__ void __launch_bounds__((kMostWideRowWarps + 1) * kWarpSize, 1)
             columns.template store<kPaired>(x_place, s, pair);
           }
         });
-        publish_to_copies();
+        if (!kDirect) publish_to_copies();
         arrive(barriers.written_of(turn.stage));
         turn.advance(ring.stages);
       }
@@ -485,10 +484,20 @@ cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan&
                                   : launch_kernel(pairs, std::false_type());
   };
   switch (plan.columns_per_thread / 2) {
+    case 8:  // of half a row
+      return launch_kernel(std::integral_constant<int, 8>(), std::false_type());
     case 9:
       return launch(std::integral_constant<int, 9>());
+    case 10:
+      return launch(std::integral_constant<int, 10>());
+    case 11:
+      return launch(std::integral_constant<int, 11>());
     case 12:
       return launch(std::integral_constant<int, 12>());
+    case 13:
+      return launch(std::integral_constant<int, 13>());
+    case 14:
+      return launch(std::integral_constant<int, 14>());
     case 15:
       return launch(std::integral_constant<int, 15>());
   }

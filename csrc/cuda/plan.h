@@ -174,7 +174,7 @@ constexpr int bulk_stage_bytes(int rows, int64_t cols) {
 // thread has 168 registers, pairs of columns of a lane, and shared memory of a block.
 constexpr int kLeastWideRow = 6273;
 constexpr int kMostWideRowWarps = 11;
-constexpr int kWideRowPairs[] = {9, 12, 15};
+constexpr int kMostWideRowPairs = 15;
 constexpr int kMostWideRowBytes = (227 << 10) - 4096;
 
 // Warps of a row that the forward copies in bulk, at most: eight are slower (see copies_in_bulk).

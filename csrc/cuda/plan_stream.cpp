@@ -474,19 +474,16 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
 // As many warps as may be. On an H100 this is not measured, nor done.
 std::optional<ElementShape> wide_shape(const BackwardProblem& problem,
                                        const DeviceProperties& device) {
-  constexpr int kLess = 3;  // steps of the warp that has fewest, at most, than of lanes' room
   if (!ends_within_a_chunk(problem) || !has_one_dtype(problem) || !problem.dx ||
       size_in_bytes(problem.x_dtype) != 2 || problem.cols < kLeastWideRow ||
       !can_stream(problem.x_dtype, device) || has_slow_memory(device)) {
     return std::nullopt;
   }
   const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
-  for (int size = 1; size <= kMaxClusterSize; ++size) {
-    const int warps = size * kMostWideRowWarps;
-    for (const int pairs : kWideRowPairs) {
-      if (warps * pairs < steps || steps / warps < pairs - kLess) continue;
-      return ElementShape{{kMostWideRowWarps * kWarpSize, size}, 2 * pairs, 1, true};
-    }
+  for (const int size : {1, 2}) {
+    const auto pairs = static_cast<int>(ceil_div(steps, size * kMostWideRowWarps));
+    if (pairs > kMostWideRowPairs) continue;
+    return ElementShape{{kMostWideRowWarps * kWarpSize, size}, 2 * pairs, 1, true};
   }
   return std::nullopt;
 }
@@ -712,8 +709,9 @@ int bulk_stages(const BackwardPlan& plan, int64_t cols) {
 // Stages of wide rows.
 int wide_stages(const BackwardPlan& plan, int64_t cols) {
   const int stage = 2 * wide_tensor_bytes(plan, cols);
-  constexpr int kMostBytes = 160 << 10;
-  return std::clamp(kMostBytes / stage, 2, kMostBulkStages);
+  const bool alone = plan.cluster_size == 1;
+  constexpr int kAloneBytes = 131 << 10, kBytes = 160 << 10, kLeast = 5;
+  return alone ? kAloneBytes / stage : std::clamp(kBytes / stage, kLeast, kMostBulkStages);
 }
 
 }  // namespace
