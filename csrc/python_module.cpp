@@ -142,6 +142,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
   result["bulk_stages"] = plan.bulk_stages;
+  result["is_wide"] = plan.is_wide;
   result["brakes"] = plan.brakes;
   result["run_columns"] = plan.run_columns;
   result["dx"] = plan.dx;

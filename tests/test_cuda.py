@@ -568,13 +568,15 @@ def test_gradients_by_bulk_copies(
             assert dx.equal(others), rows
 
 
-# By nine to 15 pairs of columns in each lane of a block, and by eight to 15 of two.
+# By nine to 15 pairs of columns in each lane of a block, by eight to 15 of two, and by three to
+# eight blocks.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
     "cols",
     [
         *(6273, 6337, 7681, 8191, 9002, 9601, 10_001, 10_559),
         *(10_561, 12_289, 13_001, 15_001, 16_385, 17_002, 19_001, 20_001, 21_119),
+        *(24_001, 32_767, 40_001, 50_257, 65_537, 84_479),
     ],
 )
 def test_gradients_of_wide_rows(force: Callable[..., None], cols: int, dtype: torch.dtype) -> None:
@@ -582,10 +584,10 @@ def test_gradients_of_wide_rows(force: Callable[..., None], cols: int, dtype: to
     and so have dw and db of as many blocks.
     """
     _skip_without_clusters("ring")
-    for rows, blocks in ((1, 8), (5, 2), (6, 3), (29, 4)):
+    for rows, blocks in ((1, 8), (5, 2), (6, 3), (29, 16), *([(200, 8)] if cols > 10_560 else [])):
         request = {"weight_grads": "fused", "blocks": blocks}
         force(**request)
-        if plan_here("backward", rows, cols, dtype, **request)["bulk_stages"] == 0:
+        if not plan_here("backward", rows, cols, dtype, **request)["is_wide"]:
             pytest.skip("not on this device")
         x, grad_out, weight, bias = _arguments(rows, cols, dtype)
         x, grad_out = _in_memory_of_nan(x, 8), _in_memory_of_nan(grad_out, 8)

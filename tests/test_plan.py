@@ -24,8 +24,10 @@ SUMMATION = (
 )  # fmt: skip
 # 16-bit rows that end within a chunk and yet are not taken by column where memory is fast, and some
 # more where it is slow.
-IN_RING = (1001, 1023, 1535, 2047, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767, 50_257)
+IN_RING = (1001, 1023, 1535, 2047, 84_481, 100_001)
 IN_SLOW_RING = (901, 1025, 1087, 1801, 2049, 2175, 2601, 3001, 4095, 4097, 5001)
+# Of those some that it takes one by one in bulk where memory is fast.
+WIDE = (6273, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767, 50_257, 65_537, 84_479)
 # These hold a row in the same threads and add in the same order; in the forward also the ring and
 # rows, in one block.
 SAME_ORDER = {"few_rows": "ring", "few_elements": "elements"}
@@ -119,7 +121,7 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             for contiguous in (True, False)
         )
         in_bulk = plan.get("in_bulk") or plan.get("bulk_stages", 0) > 0
-        wide = forward and cols > 5632 and plan["kernel"] == "elements"
+        wide = cols > (5632 if forward else 6272) and plan["kernel"] == "elements"
         if wide or plan["kernel"] == "short_rows":  # see below
             continue
         by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
@@ -146,6 +148,43 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
             slow = {"memory_bandwidth": 3352}
             slow_plan = _C.plan(direction, rows, cols, dtype, contiguous=True, **slow)
             assert (slow_plan["bulk_stages"] > 0) == (cols <= 512)
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_wide_rows_of_the_backward_have_one_order(dtype: str) -> None:
+    """However many there are, wherever they lie, and whatever is asked for, by up to 8 blocks."""
+    shared = set()
+    for cols in (*WIDE, *range(6273, 84_481, 397)):
+        orders = set()
+        calls = itertools.product((1, 5, 140, 200_000), (False, True), (False, True), (False, True))
+        for rows, aligned, contiguous, dw_db in calls:
+            call = {"aligned": aligned, "contiguous": contiguous, "dw_db": dw_db}
+            plan = _C.plan("backward", rows, cols, dtype, **call)
+            assert plan["is_wide"] == (SIZES[dtype] == 2 and cols % 8 != 0)
+            if not plan["is_wide"]:
+                continue
+            orders.add(tuple(plan[field] for field in SUMMATION))
+            blocks = plan["cluster_size"]
+            warps = blocks * plan["threads_per_row"] // 32
+            steps = -(-cols // 64)
+            assert plan["columns_per_thread"] == 2 * -(-steps // warps)
+            assert 8 <= plan["columns_per_thread"] // 2 <= 15
+            assert (blocks == 1) == (cols <= 10_560)
+            assert blocks <= 8
+            assert plan["rows_per_block"] == 1
+            assert plan["blocks"] // blocks <= rows
+            assert plan["blocks"] // blocks == rows or plan["blocks"] // blocks % 2 == 0
+            widest = -(-steps // warps) * warps // blocks * 64
+            assert 3 <= plan["bulk_stages"] <= 8
+            shared.add(plan["bulk_stages"] * 2 * (2 * widest + 32))
+            assert plan["weight_grads"] == ("fused" if dw_db else "none")
+        assert len(orders) <= 1
+        for other in ({"dy_dtype": "float32"}, {"compute_capability": 120}, {"dx": False},
+                      {"memory_bandwidth": 3352}, {"kernel": "ring"}):  # fmt: skip
+            if dtype != "float32":
+                assert not _C.plan("backward", 5000, cols, dtype, **other)["is_wide"]
+    # Beside the sums of the warps, and barriers.
+    assert not shared or 90 * 1024 < min(shared) < max(shared) <= 223 * 1024
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -524,7 +563,7 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     """Those that end within a chunk, as far as the ring goes; for any number of rows."""
     small = (33, 65, 257, 513, 850, 1201, 2177, 3073, *IN_SLOW_RING)
     in_ring = () if dtype == "float32" else IN_RING
-    wide = (65_537, 122_879, *IN_RING) if dtype == "float32" else (6145, 6601)
+    wide = (65_537, 122_879, *IN_RING, *WIDE) if dtype == "float32" else (6145, 6271)
     for cols in (*small, *wide):
         for rows in (1, 60_000):
             plan = _C.plan("backward", rows, cols, dtype)
@@ -541,9 +580,9 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
     for cols in (1, 8, 16, 64, 4096, 131_073, *in_ring):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
     if dtype != "float32":
-        for cols in (6657, 69_633, 80_001, 131_071):
+        for cols in (84_481, 100_001, 131_071):
             assert _C.plan("backward", 60_000, cols, dtype)["kernel"] == "ring"
-    for bandwidth, widths in ((4800, IN_RING), (3352, IN_RING + IN_SLOW_RING)):
+    for bandwidth, widths in ((4800, IN_RING), (3352, IN_RING + IN_SLOW_RING + WIDE)):
         for cols, rows in itertools.product(widths if dtype != "float32" else (), (1, 60_000)):
             problem = {"memory_bandwidth": bandwidth, "contiguous": True}
             plan = _C.plan("backward", rows, cols, dtype, **problem)
@@ -576,9 +615,9 @@ def test_columns_behind_the_chunks_of_a_warp(dtype: str, bandwidth: int) -> None
     if dtype == "float32":
         assert not widths
         return
-    assert {8193, 32_769, 50_257, 131_073} <= widths
-    assert ({1025, 4097} <= widths) == (bandwidth < 4000)
-    assert min(widths) > (1024 if bandwidth < 4000 else 8192)
+    assert 131_073 in widths
+    assert ({1025, 4097, 8193, 32_769, 50_257} <= widths) == (bandwidth < 4000)
+    assert min(widths) > (1024 if bandwidth < 4000 else 84_480)
     for cols in widths:
         call = {"memory_bandwidth": bandwidth}
         wide = _C.plan("backward", 9, cols, dtype, dy_dtype="float32", **call)
@@ -671,10 +710,9 @@ def test_dx_alone_by_column(dtype: str) -> None:
     assert kernel(60_000, 257) == ("elements" if is_16_bit else "few_elements")
     assert kernel(1000, 1023) == ("few_rows" if is_16_bit else "few_elements")
     assert kernel(60_000, 1023) == ("ring" if is_16_bit else "few_elements")
-    assert kernel(60_000, 12_289) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 50_257) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 65_537) == ("ring" if is_16_bit else "elements")
-    assert kernel(60_000, 69_633) == ("ring" if is_16_bit else "elements")
+    assert kernel(60_000, 12_289) == "elements"
+    assert kernel(60_000, 50_257) == kernel(60_000, 65_537) == "elements"
+    assert kernel(60_000, 84_481) == ("ring" if is_16_bit else "elements")
     assert kernel(60_000, 6145) == "elements"
 
 

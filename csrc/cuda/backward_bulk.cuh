@@ -14,6 +14,7 @@
 #pragma once
 
 #include "backward_parameters.cuh"
+#include "bulk_ring.cuh"
 #include "element_columns.cuh"
 #include "partial_sums.cuh"
 
@@ -31,29 +32,6 @@ struct BulkTile {
 
   __device__ __forceinline__ int statistic_bytes() const {
     return rows * static_cast<int>(sizeof(float));
-  }
-};
-
-// The ring's barriers: `full` when a tile has arrived, `written` when dx has taken the place of x.
-struct BulkBarriers {
-  unsigned full, written;
-
-  __device__ __forceinline__ unsigned full_of(int stage) const {
-    return full + stage * static_cast<int>(sizeof(uint64_t));
-  }
-  __device__ __forceinline__ unsigned written_of(int stage) const {
-    return written + stage * static_cast<int>(sizeof(uint64_t));
-  }
-};
-
-// A stage of the ring, and how often all of them have been used.
-struct BulkTurn {
-  int stage = 0, parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage < stages) return;
-    stage = 0;
-    parity ^= 1;
   }
 };
 
@@ -398,7 +376,8 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
       turn.advance(tile.stages);
       low += low_step;
     };
-    // The last tile apart: asked for in each turn, it took 524288 x 257 ...
+    // The last tile apart. Asked for in each turn, it cost, of an elementwise sum on an H200, 257
+    // columns of bfloat16 .93 -> .89 (268 MB) and .89 -> .85 (134 MB), 129 .925 -> .895.
     const int others = has_end ? count - 1 : count;
 #pragma unroll 1
     for (int i = 0; i < others; ++i) take(i, std::false_type());

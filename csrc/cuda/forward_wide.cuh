@@ -3,56 +3,9 @@
 #pragma once
 
 #include "element_tile.cuh"
+#include "wide_row.cuh"
 
 namespace fastnorm::cuda {
-
-// A row of a tensor, and the place of it in a stage of shared memory: from the sector on in which
-// it begins.
-template <class T>
-struct WideRow {
-  static constexpr int kSize = static_cast<int>(sizeof(T));
-  static constexpr int kGranule = kChunkBytes / kSize;
-  T* sector;
-  int begin, end;  // from there on
-
-  __device__ __forceinline__ WideRow(T* row, int cols)
-      : begin(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kSectorBytes) / kSize) {
-    sector = row - begin;
-    end = begin + cols;
-  }
-
-  // By whole granules, in which there are elements of other rows if these are the tensor's, between
-  // `first` and `behind`; what else is before and behind them one by one.
-  __device__ __forceinline__ void copy_in(std::remove_const_t<T>* stage, T* first, T* behind,
-                                          unsigned barrier) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    int from = round_down<kGranule>(begin), to = round_up<kGranule>(end);
-    if (sector + from < first) from = round_up<kGranule>(begin);
-    if (sector + to > behind) to = round_down<kGranule>(end);
-    if (thread == 0) {
-      arrive_and_expect(barrier, (to - from) * kSize);
-      copy_bulk(shared_address(stage + from), sector + from, (to - from) * kSize, barrier);
-    }
-    copy_ends(stage, sector, from, to);
-  }
-
-  __device__ __forceinline__ void copy_out(const T* stage) const {
-    const int from = round_up<kGranule>(begin), to = round_down<kGranule>(end);
-    if (threadIdx.x == 0) {
-      store_bulk(sector + from, shared_address(stage + from), (to - from) * kSize);
-    }
-    copy_ends(sector, stage, from, to);
-    if (threadIdx.x == 0) wait_bulk_reads();
-  }
-
- private:
-  __device__ __forceinline__ void copy_ends(std::remove_const_t<T>* target, const T* source,
-                                            int from, int to) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    if (begin + thread < from) target[begin + thread] = source[begin + thread];
-    if (to + thread < end) target[to + thread] = source[to + thread];
-  }
-};
 
 // Few warps, with many columns in each lane, and many blocks. Of a copy on an H200, 134 MB of
 // bfloat16, in chunks and so, by as many warps as in brackets: 6002 columns .97 and .985 (4), .975
@@ -74,7 +27,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
   X* const stage = reinterpret_cast<X*>(wide_sectors) + kSectorBytes / WideRow<X>::kSize;
   const unsigned barrier = shared_address(&barrier_storage);
   start_bulk_block(p, barrier);
-  const int cols = static_cast<int>(p.cols);
+  const int cols = static_cast<int>(p.cols), thread = static_cast<int>(threadIdx.x);
   // Each time anew, or what follows from them would stay in registers.
   const auto find_x = [&] {
     return WideRow<const X>(p.x + first_row_of_block<1>() * p.x_row_stride, cols);
@@ -91,7 +44,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
     // Rows that do not lie one behind the other end in memory that may not be the tensor's.
     const auto x = find_x();
     const bool dense = p.x_row_stride == p.cols;
-    x.copy_in(stage, dense ? p.x : x.sector + x.begin, dense ? p.x_end : x.sector + x.end, barrier);
+    const Granules all =
+        x.granules(dense ? p.x : x.sector + x.begin, dense ? p.x_end : x.sector + x.end);
+    if (thread == 0) {
+      arrive_and_expect(barrier, (all.to - all.from) * x.kSize);
+      x.copy_in(stage, all, barrier);
+    }
+    x.copy_ends(stage, x.sector, all, thread);
   }
   __syncthreads();
   wait_barrier<false>(barrier, 0);
@@ -126,7 +85,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
   }
   publish_to_copies();
   __syncthreads();
-  find_y().copy_out(find_stage_of_y());
+  const auto y = find_y();
+  const Granules whole = y.granules();
+  if (thread == 0) y.copy_out(find_stage_of_y(), whole);
+  y.copy_ends(y.sector, find_stage_of_y(), whole, thread);
+  if (thread == 0) wait_bulk_reads();
 }
 
 template <class X, class W>

@@ -170,10 +170,10 @@ constexpr int bulk_stage_bytes(int rows, int64_t cols) {
          whole_sectors(2 * rows * static_cast<int>(sizeof(float)));
 }
 
-// Wide rows of kElements in the backward, one at a time: warps of a block, at most, in which a
-// thread has 168 registers, pairs of columns of a lane, and shared memory of a block.
+// Wide rows of kElements in the backward, one at a time: warps of a block, in which a thread has
+// 168 registers, pairs of columns of a lane, at most, and shared memory of a block.
 constexpr int kLeastWideRow = 6273;
-constexpr int kMostWideRowWarps = 11;
+constexpr int kWideRowWarps = 11;
 constexpr int kMostWideRowPairs = 15;
 constexpr int kMostWideRowBytes = (227 << 10) - 4096;
 

@@ -322,7 +322,8 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const
   const bool can_share = shares == 1 || are_small(shares * working_groups, problem);
   const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
                         (!streams || plan.cluster_size == 1 || can_share);
-  const bool pays = tiny || (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
+  const bool pays =
+      tiny || plan.is_wide || (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
   const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
   if (!can_fuse || !fuse) {
     plan_columns(plan, problem, device);
