@@ -24,7 +24,7 @@ SUMMATION = (
 )  # fmt: skip
 # 16-bit rows that end within a chunk and yet are not taken by column where memory is fast, and some
 # more where it is slow.
-IN_RING = (1001, 1023, 1535, 2047, 84_481, 100_001)
+IN_RING = (1001, 1023, 1535, 2047)
 IN_SLOW_RING = (901, 1025, 1087, 1801, 2049, 2175, 2601, 3001, 4095, 4097, 5001)
 # Of those some that it takes one by one in bulk where memory is fast.
 WIDE = (6273, 7001, 8191, 8193, 12_289, 16_385, 24_001, 32_767, 50_257, 65_537, 84_479)
@@ -306,6 +306,8 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
         if plan["kernel"] in ("elements", "few_elements"):
             threads = plan["threads_per_row"] * plan["cluster_size"]
             assert threads * (plan["columns_per_thread"] - 4) < cols
+            if plan.get("is_wide"):  # see below
+                continue
             by_16 = direction == "forward" and dtype != "float32" and cols in range(111, 128, 2)
             if cols <= 64 or by_16:  # up to eight columns of a lane, an even number of them
                 assert 8 * (threads // 2) < cols <= 8 * threads
@@ -586,7 +588,8 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
         for cols, rows in itertools.product(widths if dtype != "float32" else (), (1, 60_000)):
             problem = {"memory_bandwidth": bandwidth, "contiguous": True}
             plan = _C.plan("backward", rows, cols, dtype, **problem)
-            assert plan["kernel"] == ("few_rows" if rows == 1 else "ring")
+            few = rows == 1 and plan["cluster_size"] <= 8
+            assert plan["kernel"] == ("few_rows" if few else "ring")
             forced = _C.plan("backward", rows, cols, dtype, kernel="elements", **problem)
             assert forced["kernel"] == "elements"
 
@@ -1124,7 +1127,7 @@ def test_no_share_of_rows_is_so_long_that_its_sums_are_off(dtype: str) -> None:
             while is_long(rows, needed):
                 needed += resident
             little = needed == resident or 8 * needed <= 0.08 * rows * SIZES[dtype]
-            many = asked or rows >= 8 * resident
+            many = asked or plan["is_wide"] or rows >= 8 * resident
             assert fused == (many and little), where
             assert not fused or plan["partials"] == needed, where
             seen.add((min(plan["cluster_size"], 17), fused, plan["shares"] > 1))
@@ -1226,8 +1229,6 @@ def test_rows_brake_where_fast_memory_is_asked_for_too_much(dtype: str) -> None:
             (5120, True): (2, True, 115),
             (4096, True): (2, False, 115),
             (2047, False): (4, False, 132),
-            (7001, False): (1, True, 132),
-            (8191, False): (1, True, 132),
             (20_480, True): (1, False, None),  # in clusters
         }
     else:

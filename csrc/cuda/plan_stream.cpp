@@ -393,10 +393,8 @@ std::optional<RingShape> ring_shape(const BackwardProblem& problem, const Device
 // 2047 .84 and .81, 3193 .72 and .69, 4095 .83 and .80, 4097 .79 and .715, 8192 x 1023 .65 and .63,
 // 1024 x 4095 .55 and .47.
 //
-// Those of a block of 13 warps are better by column as well, and so are even numbers of columns,
-// which move in pairs (7002 .72 and .79, 8190 .755 and .82), but in clusters (10002 .72 and .64).
-// Rows that take clusters of 16 are in the ring: 80001 .52 and .47, 120001 .58 and .56, 131071 .59
-// and .59, but 100001 .525 and .56.
+// Wide rows come in bulk one by one (see wide_shape). Those beyond them, which take clusters of 16,
+// are in the ring: by column 120001 .58 and .56, 131071 .59 and .59, but 100001 .525 and .56.
 //
 // On an H100, where instructions count for less, the ring is better from 1025 columns on: 1101 .905
 // and .865, 1201 .92 and .875, 1317 .915 and .90, 1701 .885 and .88, 2201 .915 and .89, 65537 .86
@@ -411,14 +409,11 @@ bool ring_holds_uneven_rows(const BackwardProblem& problem, const DeviceProperti
     const double full = static_cast<double>(cols) / static_cast<double>(warps * kUnevenColumns);
     return warps > 1 && full >= 0.87;
   }
+  if (cols >= kLeastWideRow) return true;
+  constexpr int64_t kFewWarps = 4;
   const int64_t by_column = ceil_div(cols, kUnevenColumns) * kUnevenColumns;
-  constexpr int64_t kMostWarps = 13, kFewWarps = 4;
-  if (cols <= kMostWarps * kUnevenColumns) {
-    return cols > kUnevenColumns && cols <= kFewWarps * kUnevenColumns &&
-           100 * cols >= 97 * by_column;
-  }
-  if (cols % 2 != 0 || cols > kRowWarps * kUnevenColumns) return true;
-  return 100 * cols < 92 * by_column;
+  return cols > kUnevenColumns && cols <= kFewWarps * kUnevenColumns &&
+         100 * cols >= 97 * by_column;
 }
 
 std::optional<ElementShape> element_shape(const BackwardProblem& problem,
@@ -562,10 +557,8 @@ bool wants_brakes(const BackwardPlan& plan, const BackwardProblem& problem, doub
     constexpr double kMost = 1.1;
     return columns > kMost && (!in_cluster || (plan.vectorized && is_16_bit));
   }
-  constexpr double kMost = 1.05, kMostAlone = 0.85;  // the latter of a row that has a block alone
-  if (in_cluster) return false;
-  if (plan.vectorized) return columns > kMost;
-  return is_16_bit && plan.rows_per_block == 1 && columns > kMostAlone;
+  constexpr double kMost = 1.05;
+  return !in_cluster && plan.vectorized && columns > kMost;
 }
 
 // The ring's threads, the rows that a block works on at a time, and how many blocks there are.
@@ -591,10 +584,8 @@ bool wants_brakes(const BackwardPlan& plan, const BackwardProblem& problem, doub
 // an H200, without, and so with 131 and with 115 blocks: bfloat16 4608 columns in two rows .93, .96
 // and .95, 5120 .93, .945 and .955, 1792 in five .93, .955 and .93; float32 768 in six .94, .97 and
 // .96, 1280 in four .945, .96 and .975, 1536 in three .95, .98 and .965, 2560 in two .95, .965 and
-// .98, 3072 in two .945, .95 and .93, 4608 in one .94, .975 and .965, 5120 .94, .965 and .975. Of
-// rows that are not aligned those that a block has alone: 7001 .79 and .80, 7777 .75 and .775, 8191
-// .77 and .80, but 6001 .79 and .775; in more rows 2047 .90 and .87; and none in clusters (bfloat16
-// 20480 .89 and .835).
+// .98, 3072 in two .945, .95 and .93, 4608 in one .94, .975 and .965, 5120 .94, .965 and .975. None
+// in clusters (bfloat16 20480 .89 and .835), or that are not aligned (2047 .90 and .87).
 //
 // On an H100 clusters, too, are rather an odd number (float32 8192 x 16384 .95 with 30, .96 with
 // 29), and more brake. Without and so: in a block 3840 columns of bfloat16 .93 and .98, 7168 .93
