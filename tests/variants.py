@@ -361,6 +361,10 @@ def calls(device: Device) -> Iterator[Call]:
                     cols = lanes * columns - less
                     yield Call("backward", rows, cols, dtype, dtype, dtype, aligned, two)
             if dtype.itemsize == 2:
+                # Wide ones, one by one in up to six stages: by a block, two and four.
+                for cols, blocks in ((6335, 1), (10_558, 1), (10_567, 2), (21_118, 2), (33_001, 4)):
+                    wide = (("kernel", "elements"), ("blocks", blocks), ("weight_grads", "fused"))
+                    yield Call("backward", 23, cols, dtype, dtype, dtype, aligned, wide)
                 eights = (("kernel", "ring"), ("cluster_size", 8), ("blocks", 16))
                 for cols in (16_392, 16_399):
                     call = Call("forward", 29, cols, dtype, dtype, torch.float32, aligned, eights)
