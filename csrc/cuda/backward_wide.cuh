@@ -120,8 +120,8 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
       parts.dx.copy_ends(parts.dx.sector, dx, whole, lane);
       publish_to_copies();  // the ends have been read, too
       if (lane == 0) wait_bulk_reads();
-      __syncwarp();
     }
+    __syncwarp();
     if (i + ring.stages < share.count) fetch(i + ring.stages, turn.stage);
     turn.advance(ring.stages);
   }

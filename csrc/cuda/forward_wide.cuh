@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
   publish_to_copies();
   __syncthreads();
   const auto y = find_y();
+  const X* const staged = find_stage_of_y();
   const Granules whole = y.granules();
-  if (thread == 0) y.copy_out(find_stage_of_y(), whole);
-  y.copy_ends(y.sector, find_stage_of_y(), whole, thread);
+  if (thread == 0) y.copy_out(staged, whole);
+  y.copy_ends(y.sector, staged, whole, thread);
   if (thread == 0) wait_bulk_reads();
 }
 
