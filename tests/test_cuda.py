@@ -70,6 +70,20 @@ def _narrowed(x: Tensor) -> Tensor:
     return wide[:, 1:-2]
 
 
+def _check_dx_wherever_rows_lie(grad_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Alone, and of rows not aligned with dw and db: the same bits, with any parameters."""
+    cols = x.shape[1]
+    for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+        statistics = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)[1:]
+        dx, others = (
+            ops.layer_norm_backward(
+                grad_out, rows_of_x, [cols], *statistics, *parameters, 1e-5, mask
+            )[0]
+            for rows_of_x, mask in ((x, [True, False, False]), (_narrowed(x), [True] * 3))
+        )
+        assert dx.equal(others), x.shape
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("cluster_size", [1, 2, 4, 8, GRID])
 @pytest.mark.parametrize("kernel", FORWARD_KERNELS)
@@ -557,15 +571,7 @@ def test_gradients_by_bulk_copies(
         expected = check_backward(grad_out, x, [cols], weight, bias)
         again = check_backward(grad_out, x, [cols], weight, bias)
         assert all(a.equal(b) for a, b in zip(expected, again, strict=True)), rows
-        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
-            statistics = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)[1:]
-            dx, others = (
-                ops.layer_norm_backward(
-                    grad_out, rows_of_x, [cols], *statistics, *parameters, 1e-5, mask
-                )[0]
-                for rows_of_x, mask in ((x, [True, False, False]), (_narrowed(x), [True] * 3))
-            )
-            assert dx.equal(others), rows
+        _check_dx_wherever_rows_lie(grad_out, x, weight, bias)
 
 
 # By nine to 15 pairs of columns in each lane of a block, by eight to 15 of two, and by three to
@@ -599,14 +605,7 @@ def test_gradients_of_wide_rows(force: Callable[..., None], cols: int, dtype: to
                 *statistics, weight, bias, 1e-5, [True] * 3,
             )  # fmt: skip
             assert all(a.equal(b) for a, b in zip(results, expected, strict=True)), rows
-        for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
-            dx, others = (
-                ops.layer_norm_backward(
-                    grad_out, rows_of_x, [cols], *statistics, *parameters, 1e-5, mask
-                )[0]
-                for rows_of_x, mask in ((x, [True, False, False]), (_narrowed(x), [True] * 3))
-            )
-            assert dx.equal(others), rows
+        _check_dx_wherever_rows_lie(grad_out, x, weight, bias)
         check_backward(grad_out, x, [cols], weight.float(), bias.float())
         force()
         alone = ops.layer_norm_backward(
