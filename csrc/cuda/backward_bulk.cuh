@@ -68,10 +68,13 @@ __device__ __forceinline__ void copy_tiles(const RingParameters<X>& p, const Bul
         visit(means + tile.statistic_bytes(), from_memory(p.rstd, kWidth, 0), 0, kWidth);
       }
     };
-    if (lane != 0) return;
+    const unsigned barrier = barriers.full_of(s);
+    if (lane != 0) {
+      if (!kShort) arrive(barrier);  // for what it has read of the stage
+      return;
+    }
     // What lies behind the last tile's last whole granule they put there who read it.
     const bool last = row + tile.rows >= p.rows;
-    const unsigned barrier = barriers.full_of(s);
     const auto bytes_of = [&](int offset, int width) {
       const int end = offset + rows * width;
       return (last ? round_down<kChunkBytes>(end) : round_up<kChunkBytes>(end)) -
@@ -213,7 +216,7 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
   const int warps = kShort ? kBulkWarps<kSpan, kLanes, kPairs> : p.groups * p.warps;
   if (threadIdx.x == 0) {
     for (int s = 0; s < tile.stages; ++s) {
-      init_barrier(barriers.full_of(s), 1);
+      init_barrier(barriers.full_of(s), kShort ? 1 : kWarpSize);
       init_barrier(barriers.written_of(s), kShort ? warps : kWarpSize * warps);
     }
     publish_barriers();

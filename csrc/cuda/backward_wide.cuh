@@ -125,10 +125,12 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
     if (i + ring.stages < share.count) fetch(i + ring.stages, turn.stage);
     turn.advance(ring.stages);
   }
+  __syncwarp();  // as one to the barrier behind
 }
 
 // The sums of rows over the warps of a block, or of the blocks of a cluster, whose warps tell all
-// of them their own by a pair of numbers.
+// of them their own by a pair of numbers. kAlone: there is one block, whose warps meet in each
+// turn; else they wait for each other's numbers alone, in one block, too.
 //
 // A warp that tells those of row i has read those of row i - 2 at the least, so that each warp has
 // told these, and read those of row i - 4: of four places for a row the one is free.
@@ -144,47 +146,52 @@ struct WideSums {
 
   unsigned slots, barriers;  // of this block
   // Those of the block that this lane tells, if it tells one; the place is its warp's.
-  unsigned remote_slot, remote_barrier;
-  int warps;  // of all blocks
-  bool tells, expects;
+  unsigned told_slot, told_barrier;
+  int warps;                 // of all blocks
+  bool one, tells, expects;  // one: block, to which `st.async` does not lead
 
   __device__ __forceinline__ WideSums(Storage& storage, int size, int rank, int block_warps,
                                       int warp)
       : slots(shared_address(&storage.slots[0][0])),
         barriers(shared_address(&storage.barriers[0])),
         warps(size * block_warps),
+        one(kAlone || size == 1),
         tells(static_cast<int>(threadIdx.x) % kWarpSize < size),
         expects(threadIdx.x == 0) {
     const int lane = threadIdx.x % kWarpSize;
     const int block = cluster_rank() - rank + (tells ? lane : 0);
     const int of_row = rank * block_warps + warp;
-    remote_slot = slots + of_row * static_cast<unsigned>(sizeof(float2));
-    if constexpr (!kAlone) {
-      remote_slot = remote_address(remote_slot, block);
-      remote_barrier = remote_address(barriers, block);
+    told_slot = slots + of_row * static_cast<unsigned>(sizeof(float2));
+    if (!one) {
+      told_slot = remote_address(told_slot, block);
+      told_barrier = remote_address(barriers, block);
     }
   }
 
   __device__ __forceinline__ void init() const {
-    for (int n = 0; n < kRows; ++n) init_barrier(barrier_of(n), 1);
+    for (int n = 0; n < kRows; ++n) init_barrier(barrier_of(n), one ? kWarpSize * warps : 1);
   }
 
   __device__ __forceinline__ void tell(int i, const Sums<float>& sums) const {
     const unsigned turn = i % kRows;
     const float mine = add_lanes(sums.xhat_wdy, sums.wdy);
-    if constexpr (kAlone) {
+    if (one) {
       const int lane = threadIdx.x % kWarpSize;
       constexpr auto kFloat = static_cast<unsigned>(sizeof(float));
-      const unsigned slot = remote_slot + turn * kTurnBytes;
+      const unsigned slot = told_slot + turn * kTurnBytes;
       if (lane % kHalf == 0) put_element(slot + lane / kHalf * kFloat, mine);
-      meet_group(0, warps);
+      if constexpr (kAlone) {
+        meet_group(0, warps);
+      } else {
+        arrive(barrier_of(turn));
+      }
     } else {
       if (expects) arrive_and_expect(barrier_of(turn), warps * static_cast<int>(sizeof(float2)));
       const float xhat_wdy = __shfl_sync(kAllLanes, mine, 0);
       const float wdy = __shfl_sync(kAllLanes, mine, kHalf);
       if (tells) {
-        store_async(remote_slot + turn * kTurnBytes, xhat_wdy, wdy,
-                    remote_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
+        store_async(told_slot + turn * kTurnBytes, xhat_wdy, wdy,
+                    told_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
       }
     }
   }
@@ -485,7 +492,7 @@ cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan&
     const WideStages ring{wide_tensor_bytes(plan, p.cols), plan.bulk_stages};
     return Launch(plan.blocks, dim3(block_threads(plan) + kWarpSize), stream)
         .with_shared(2 * ring.stages * ring.tensor_bytes)
-        .in_clusters(plan.cluster_size * plan.merged, !decltype(alone)::value)(kernel, p, ring);
+        .in_clusters(plan.cluster_size * plan.merged)(kernel, p, ring);
   };
   const auto launch = [&](auto pairs) {
     const bool alone = plan.cluster_size == 1 && is_in_place(p);

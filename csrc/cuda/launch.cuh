@@ -36,11 +36,10 @@ class Launch {
     return *this;
   }
 
-  // Of so many blocks; of one: none, but for kernels that address their block as one of a cluster.
-  // (As clusters of one an H200 starts small blocks more slowly: 37409 x 1791 bfloat16 took 124 us
-  // so, 83 us without.)
-  Launch& in_clusters(int size, bool of_one = false) {
-    if (size > 1 || of_one) {
+  // Of so many blocks, if they are more than one. (As clusters of one an H200 starts small blocks
+  // more slowly: 37409 x 1791 bfloat16 took 124 us so, 83 us without.)
+  Launch& in_clusters(int size) {
+    if (size > 1) {
       auto& cluster = add(cudaLaunchAttributeClusterDimension).clusterDim;
       cluster.x = static_cast<unsigned>(size);
       cluster.y = cluster.z = 1;

@@ -47,8 +47,10 @@ __device__ __forceinline__ void leave_partials(const Parameters& p, float* stagi
   const int64_t partial = blockIdx.x / (cluster_size * merged);
   const int part = merges ? cluster_rank() / cluster_size : 0;
   const int rank = merges ? cluster_rank() % cluster_size : 0;  // of those that hold a row
-  const int threads = p.groups * p.warps * kWarpSize;  // and not a warp that exchanged sums
-  for (int v = part * threads + threadIdx.x; v < 2 * width / 4; v += merged * threads) {
+  // And not a warp that copied rows or exchanged sums.
+  const int threads = p.groups * p.warps * kWarpSize, thread = threadIdx.x;
+  const int first = thread < threads ? part * threads + thread : 2 * width;
+  for (int v = first; v < 2 * width / 4; v += merged * threads) {
     const bool bias = 4 * v >= width;
     const int place = 4 * v - (bias ? width : 0);
     const int64_t column = begin + place;
