@@ -126,6 +126,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
     result["rows_per_thread"] = plan.rows_per_thread;
     result["gathers"] = plan.gathers;
     result["in_bulk"] = plan.in_bulk;
+    result["bulk_stages"] = plan.bulk_stages;
     result["more_warps"] = plan.more_warps;
     result["rows_ahead"] = plan.rows_ahead;
     result["shared_bytes"] = plan.shared_bytes;

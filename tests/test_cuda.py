@@ -518,6 +518,63 @@ def test_forward_of_wide_rows(cols: int, dtype: torch.dtype) -> None:
                 assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
 
 
+# Each number of pairs of columns that a lane has of a row of two blocks; some of one (beside
+# float32 parameters), four and eight.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+@pytest.mark.parametrize(
+    "cols",
+    [
+        *(22 * 64 * pairs - 36 - pairs for pairs in range(16, 31)),
+        *(
+            16_385,
+            18_306,
+            21_119,
+            21_857,
+            42_239,
+            42_241,
+            50_257,
+            65_537,
+            84_479,
+            84_481,
+            98_001,
+            131_071,
+            168_959,
+        ),
+    ],
+)
+def test_forward_of_rows_of_blocks_that_stay(
+    force: Callable[..., None], cols: int, dtype: torch.dtype
+) -> None:
+    """The bits do not depend on where rows of x begin, nor on how many there are, of one cluster
+    or all; rows that need a second look among others that do not.
+    """
+    _skip_without_clusters("ring")
+    rows = max(67, 5_000_000 // cols | 1)
+    if plan_here("forward", rows, cols, dtype, one_dtype=False)["bulk_stages"] == 0:
+        pytest.skip("not on this device")
+    x, _, weight, bias = _arguments(rows, cols, dtype)
+    if cols < 21_857:
+        weight, bias = weight.float(), bias.float()
+    x[3] += 3
+    x[4] = 7.25
+    x[5, : cols // 3] += 1000
+    x[6:9] -= 2
+    check_forward(x, [cols], weight, bias)
+    for parameters in ((weight, bias), (weight.float(), bias.float()), (None, bias)):
+        results = ops.layer_norm_forward(x, [cols], *parameters, 1e-5, None)
+        assert results[0][4].equal(bias.to(dtype).expand(cols)), "equal columns"
+        for other in (_narrowed(x), *(_in_memory_of_nan(x, i) for i in (1, 2, 4, 8))):
+            others = ops.layer_norm_forward(other, [cols], *parameters, 1e-5, None)
+            assert all(a.equal(b) for a, b in zip(results, others, strict=True))
+    expected = ops.layer_norm_forward(x, [cols], weight, bias, 1e-5, None)
+    for blocks, count in ((0, 1), (0, 2), (8, 9), (8, 40), (24, rows)):
+        force(**({"blocks": blocks} if blocks else {}))
+        for given in (x[:count], _narrowed(x[:count])):
+            results = ops.layer_norm_forward(given, [cols], weight, bias, 1e-5, None)
+            for result, whole in zip(results, expected, strict=True):
+                assert result.equal(whole[:count]), (blocks, count)
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("chunks", [9, 10, 11, 13, 17, 19, 23, 25, 31, 33, 39, 41, 49, 57, 65, 95])
 def test_forward_of_whole_chunks_by_bulk_copies(chunks: int, dtype: torch.dtype) -> None:
@@ -737,12 +794,13 @@ def test_rows_of_several_warps_that_leave_lanes_idle(cols: int, dtype: torch.dty
     assert all(ours[:7].equal(other) for ours, other in zip(many, few))
 
 
-# By column, a few lanes, one warp, several with chunks in registers, the ring.
+# By column, a few lanes, one warp, several with chunks in registers, clusters of two and eight.
 @pytest.mark.parametrize("out", [None, torch.float32], ids=["as_x", "float32"])
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["as_x", "float32"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
 @pytest.mark.parametrize(
-    "cols", [66, 152, 257, 264, 640, 1023, 1600, 2601, 4096, 6145, 8191, 16_385, 20_001, 33_001]
+    "cols",
+    [66, 152, 257, 264, 640, 1023, 1600, 2601, 4096, 6145, 8191, 16_385, 20_001, 33_001, 98_001],
 )
 def test_means_near_zero_and_far_from_it(
     cols: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, out: torch.dtype | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -240,6 +241,44 @@ def test_wide_rows_leave_the_cache_room_for_weight_and_bias(one_dtype: bool) -> 
         elsewhere = _C.plan("forward", 1, cols, "bfloat16", aligned=False, memory_bandwidth=3352)
         assert elsewhere["threads_per_row"] != plan["threads_per_row"]
     assert taken > (1800 if one_dtype else 1000)
+
+
+@pytest.mark.parametrize("one_dtype", [True, False])
+@pytest.mark.parametrize("dtype", SIZES)
+def test_blocks_that_stay_have_rows_wider_than_those(dtype: str, one_dtype: bool) -> None:
+    """Uneven 16-bit ones, in one order, by the fewest of one, two, four and eight that can."""
+    taken: dict[int, set[int]] = {}
+    widths = (16_384, 16_385, 21_856, 21_857, *WIDE, *range(16_386, 168_961, 397), 168_959, 168_961)
+    for cols in widths:
+        orders = set()
+        for rows, aligned in itertools.product((1, 5, 140, 200_000), (False, True)):
+            call = {"aligned": aligned, "contiguous": aligned, "one_dtype": one_dtype}
+            plan = _C.plan("forward", rows, cols, dtype, **call)
+            least = 21_856 if one_dtype else 16_384
+            streams = SIZES[dtype] == 2 and cols % 8 != 0 and least < cols <= 168_960
+            assert (plan["bulk_stages"] > 0) == streams, cols
+            if not streams:
+                continue
+            orders.add(tuple(plan.get(field) for field in SUMMATION))
+            blocks = plan["cluster_size"]
+            pairs = math.ceil(math.ceil(cols / 64) / (11 * blocks))
+            assert plan["columns_per_thread"] == 2 * pairs
+            taken.setdefault(blocks, set()).add(pairs)
+            assert plan["threads_per_row"] == 11 * 32
+            clusters = plan["blocks"] // blocks
+            assert clusters == rows or (clusters < rows and clusters % 2 == 0)
+            assert (plan["most_ahead"] > 0) == (rows > 8 * clusters)
+            assert 4 <= plan["bulk_stages"] <= 8
+            assert plan["shared_bytes"] == plan["bulk_stages"] * (11 * 64 * 2 * pairs + 32)
+            assert plan["shared_bytes"] <= 222 * 1024
+        assert len(orders) <= 1
+        for other in ({"y_as_x": False}, {"compute_capability": 120}, {"kernel": "ring"},
+                      {"memory_bandwidth": 3352}):  # fmt: skip
+            assert not _C.plan("forward", 5000, cols, dtype, **other)["bulk_stages"]
+    if SIZES[dtype] == 2:
+        kernels = set(range(16, 31))
+        expected = {2: kernels, 4: kernels, 8: kernels}
+        assert taken == (expected if one_dtype else {1: set(range(24, 31)), **expected})
 
 
 @pytest.mark.parametrize("one_dtype", [True, False])

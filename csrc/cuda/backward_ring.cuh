@@ -668,7 +668,7 @@ __global__ void __maxnreg__((kRingRegisters<X, DY, kSpan, kVectorized, kChunks>)
       kCluster && kCached && kVectorized && sizeof(X) == sizeof(float) && std::is_same_v<X, DY>;
   __shared__ unsigned pace_start;
   const bool keeps = kMayPace && p.most_ahead > 0 && rank == 0 && threadIdx.x == 0;
-  Pace<4, 1000> pace(pace_start, keeps, static_cast<int>(p.unit_stride), p.most_ahead);
+  Pace<4> pace(pace_start, keeps, static_cast<int>(p.unit_stride), p.most_ahead, 1000);
   unsigned slot = ring;
   if constexpr (kShort) {
 #pragma unroll 1

@@ -11,10 +11,9 @@
 #pragma once
 
 #include "backward_parameters.cuh"
-#include "bulk_ring.cuh"
-#include "element_columns.cuh"
 #include "partial_sums.cuh"
-#include "wide_row.cuh"
+#include "row_sums.cuh"
+#include "wide_stream.cuh"
 
 namespace fastnorm::cuda {
 
@@ -27,29 +26,13 @@ struct WideStages {
   }
 };
 
-// What a block has of its rows: columns `from` to `to`, of each of `count` rows from `first` on,
-// `step` rows apart.
-template <class X>
-struct WideShare {
-  int64_t first, step;
-  int count, from, to;
-
-  __device__ __forceinline__ WideShare(const RingParameters<X>& p, int rank, int warps)
-      : first(blockIdx.x / p.cluster_size),
-        step(gridDim.x / p.cluster_size),
-        count(static_cast<int>((p.rows - 1 - first + step) / step)),
-        from(begin_of_run<false>(p, rank * warps)),
-        to(begin_of_run<false>(p, (rank + 1) * warps)) {}
-  __device__ __forceinline__ int64_t row(int i) const { return first + i * step; }
-};
-
 // Its part of a row.
 template <class X>
 struct WideParts {
   WideRow<const X> x, dy;
   WideRow<X> dx;
 
-  __device__ __forceinline__ WideParts(const RingParameters<X>& p, const WideShare<X>& share,
+  __device__ __forceinline__ WideParts(const RingParameters<X>& p, const WideShare& share,
                                        int64_t row)
       : x(p.x + row * p.x_row_stride + share.from, share.to - share.from),
         dy(p.dy + row * p.dy_row_stride + share.from, share.to - share.from),
@@ -65,8 +48,7 @@ __host__ __device__ inline bool is_in_place(const RingParameters<X>& p) {
 
 // Whether all rows of this block begin at whole words, in x and dy.
 template <class X>
-__device__ __forceinline__ bool are_in_words(const RingParameters<X>& p,
-                                             const WideShare<X>& share) {
+__device__ __forceinline__ bool are_in_words(const RingParameters<X>& p, const WideShare& share) {
   const WideParts<X> parts(p, share, share.first);
   const int64_t strides = share.count > 1 ? (p.x_row_stride | p.dy_row_stride) * share.step : 0;
   return (parts.x.begin | parts.dy.begin | strides) % 2 == 0;
@@ -74,9 +56,8 @@ __device__ __forceinline__ bool are_in_words(const RingParameters<X>& p,
 
 // What the warp that copies does.
 template <class X>
-__device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
-                                               const WideShare<X>& share, const WideStages& ring,
-                                               const BulkBarriers& barriers,
+__device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p, const WideShare& share,
+                                               const WideStages& ring, const BulkBarriers& barriers,
                                                unsigned char* memory) {
   const int lane = threadIdx.x % kWarpSize;
   const auto fetch = [&](int i, int s) {
@@ -128,188 +109,6 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p,
   __syncwarp();  // as one to the barrier behind
 }
 
-// The sums of rows over the warps of a block, or of the blocks of a cluster, whose warps tell all
-// of them their own by a pair of numbers. kAlone: there is one block, whose warps meet in each
-// turn; else they wait for each other's numbers alone, in one block, too.
-//
-// A warp that tells those of row i has read those of row i - 2 at the least, so that each warp has
-// told these, and read those of row i - 4: of four places for a row the one is free.
-template <bool kAlone>
-struct WideSums {
-  static constexpr int kRows = 4;
-  static constexpr int kMostWarps = (kAlone ? 1 : kMaxClusterSize) * kWideRowWarps;
-  struct Storage {
-    alignas(8) float2 slots[kRows][kMostWarps];
-    uint64_t barriers[kRows];
-  };
-  static constexpr int kHalf = kWarpSize / 2;
-
-  unsigned slots, barriers;  // of this block
-  // Those of the block that this lane tells, if it tells one; the place is its warp's.
-  unsigned told_slot, told_barrier;
-  int warps;                 // of all blocks
-  bool one, tells, expects;  // one: block, to which `st.async` does not lead
-
-  __device__ __forceinline__ WideSums(Storage& storage, int size, int rank, int block_warps,
-                                      int warp)
-      : slots(shared_address(&storage.slots[0][0])),
-        barriers(shared_address(&storage.barriers[0])),
-        warps(size * block_warps),
-        one(kAlone || size == 1),
-        tells(static_cast<int>(threadIdx.x) % kWarpSize < size),
-        expects(threadIdx.x == 0) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int block = cluster_rank() - rank + (tells ? lane : 0);
-    const int of_row = rank * block_warps + warp;
-    told_slot = slots + of_row * static_cast<unsigned>(sizeof(float2));
-    if (!one) {
-      told_slot = remote_address(told_slot, block);
-      told_barrier = remote_address(barriers, block);
-    }
-  }
-
-  __device__ __forceinline__ void init() const {
-    for (int n = 0; n < kRows; ++n) init_barrier(barrier_of(n), one ? kWarpSize * warps : 1);
-  }
-
-  __device__ __forceinline__ void tell(int i, const Sums<float>& sums) const {
-    const unsigned turn = i % kRows;
-    const float mine = add_lanes(sums.xhat_wdy, sums.wdy);
-    if (one) {
-      const int lane = threadIdx.x % kWarpSize;
-      constexpr auto kFloat = static_cast<unsigned>(sizeof(float));
-      const unsigned slot = told_slot + turn * kTurnBytes;
-      if (lane % kHalf == 0) put_element(slot + lane / kHalf * kFloat, mine);
-      if constexpr (kAlone) {
-        meet_group(0, warps);
-      } else {
-        arrive(barrier_of(turn));
-      }
-    } else {
-      if (expects) arrive_and_expect(barrier_of(turn), warps * static_cast<int>(sizeof(float2)));
-      const float xhat_wdy = __shfl_sync(kAllLanes, mine, 0);
-      const float wdy = __shfl_sync(kAllLanes, mine, kHalf);
-      if (tells) {
-        store_async(told_slot + turn * kTurnBytes, xhat_wdy, wdy,
-                    told_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
-      }
-    }
-  }
-
-  __device__ __forceinline__ Sums<float> read(int i) const {
-    const unsigned turn = i % kRows;
-    if constexpr (!kAlone) wait_barrier<true>(barrier_of(turn), i / kRows % 2);
-    const int lane = threadIdx.x % kWarpSize;
-    const unsigned slot = slots + turn * kTurnBytes + lane * static_cast<unsigned>(sizeof(float2));
-    float2 sum = make_float2(0, 0);
-    if (lane < warps) sum = load_float2(slot);
-    if constexpr (!kAlone) {
-#pragma unroll 1
-      for (int n = kWarpSize; n < warps; n += kWarpSize) {
-        if (lane + n >= warps) continue;
-        const float2 other = load_float2(slot + n * static_cast<unsigned>(sizeof(float2)));
-        sum.x += other.x;
-        sum.y += other.y;
-      }
-    }
-    const float mine = add_lanes(sum.x, sum.y);
-    return {__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf)};
-  }
-
- private:
-  static constexpr unsigned kTurnBytes = kMostWarps * sizeof(float2);
-  __device__ __forceinline__ unsigned barrier_of(unsigned turn) const {
-    return barriers + turn * static_cast<unsigned>(sizeof(uint64_t));
-  }
-  // The sum of all lanes' first numbers in the first half of them, of their second ones in the
-  // second.
-  static __device__ __forceinline__ float add_lanes(float first, float second) {
-    const bool half = threadIdx.x & kHalf;
-    float mine = half ? second : first;
-    mine += __shfl_xor_sync(kAllLanes, half ? first : second, kHalf);
-#pragma unroll
-    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
-      mine += __shfl_xor_sync(kAllLanes, mine, offset);
-    }
-    return mine;
-  }
-};
-
-// What a lane has of a row: kPairs pairs of columns, a warp's width apart, of which all but the
-// last certainly exist.
-template <class X, int kPairs>
-struct WideColumns {
-  static constexpr int kStep = 2 * kWarpSize;
-  static constexpr auto kSize = static_cast<unsigned>(sizeof(X));
-  using Values = float[kPairs][2];
-
-  int left;  // columns from this lane's first one on
-
-  __device__ __forceinline__ bool has(int s, int i) const {
-    return s < kPairs - 1 || s * kStep + i < left;
-  }
-
-  // From shared memory, where the first is at `place`; zero where there is none. kPaired: they lie
-  // in a word.
-  template <bool kPaired>
-  __device__ __forceinline__ Pack<X, 2> load(unsigned place, int s) const {
-    const unsigned from = place + s * kStep * kSize;
-    Pack<X, 2> pair = {};
-    if (kPaired) {
-      if (has(s, 0)) pair = load_pair<X>(from);
-      if (!has(s, 1)) pair.set_bits32(0, pair.bits32(0) & 0xffff);
-    } else {
-      uint32_t low = 0, high = 0;
-      if (has(s, 0)) low = load_bits16(from);
-      if (has(s, 1)) high = load_bits16(from + kSize);
-      pair.set_bits32(0, low | high << 16);
-    }
-    return pair;
-  }
-
-  template <bool kPaired>
-  __device__ __forceinline__ void store(unsigned place, int s, const Pack<X, 2>& pair) const {
-    const unsigned to = place + s * kStep * kSize;
-    if (kPaired && has(s, 1)) {
-      put_pair(to, pair);
-    } else {
-      if (has(s, 0)) put_element(to, pair.element(0));
-      if (has(s, 1)) put_element(to + kSize, pair.element(1));
-    }
-  }
-
-  __device__ __forceinline__ void store_global(X* first, int s, const Pack<X, 2>& pair) const {
-    if (has(s, 0)) first[s * kStep] = pair.element(0);
-    if (has(s, 1)) first[s * kStep + 1] = pair.element(1);
-  }
-
-  __device__ __forceinline__ void load_weight(Values& values, const void* weight, DType dtype,
-                                              int first) const {
-#pragma unroll
-    for (int s = 0; s < kPairs; ++s) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int at = first + s * kStep + j;
-        values[s][j] = 1;
-        if (weight != nullptr && has(s, j)) {
-          values[s][j] = dtype == DType::kFloat32 ? static_cast<const float*>(weight)[at]
-                                                  : widen(static_cast<const X*>(weight)[at]);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void put_sums(const Values& sums, float* first) const {
-#pragma unroll
-    for (int s = 0; s < kPairs; ++s) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (has(s, j)) first[s * kStep + j] = sums[s][j];
-      }
-    }
-  }
-};
-
 // kAlone: a row has one block, whose warps wait for each other's sums, and in which it stays in
 // registers until dx, which takes its place. Else, in clusters, of one block too, each warp finds
 // the sums of the next row before it waits for those of one, and reads that once more for dx.
@@ -323,7 +122,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
   using Columns = WideColumns<X, kPairs>;
   extern __shared__ __align__(kSectorBytes) unsigned char wide_memory[];
   __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages];
-  using AllSums = WideSums<kAlone>;
+  using AllSums = WideExchange<kAlone>;
   __shared__ typename AllSums::Storage sums_storage;
 
   const BulkBarriers barriers{shared_address(full), shared_address(written)};
@@ -345,17 +144,17 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
     cluster_wait();
   }
   let_next_kernel_start();
-  const WideShare<X> share(p, rank, warps);
+  const WideShare share(p, rank, warps);
   const int width = (share.to - share.from + 3) / 4 * 4;
 
   // kDirect: dx to device memory, and not by way of the place of x.
   const auto process = [&](auto paired, auto direct) {
     constexpr bool kPaired = decltype(paired)::value, kDirect = decltype(direct)::value;
     const int row_warp = rank * warps + warp;
-    const int column = begin_of_run<false>(p, row_warp) + threadIdx.x % kWarpSize * 2;
-    const Columns columns{begin_of_run<false>(p, row_warp + 1) - column};
+    const int column = begin_of_wide_run(p, row_warp) + threadIdx.x % kWarpSize * 2;
+    const Columns columns{begin_of_wide_run(p, row_warp + 1) - column};
     typename Columns::Values weight, dw = {}, db = {};
-    columns.load_weight(weight, p.weight, p.weight_dtype, column);
+    columns.load_parameters(weight, p.weight, p.weight_dtype, column, 1);
     // Where this lane's x and dy of a row are: by where in a sector rows begin, from turn to turn.
     const WideParts<X> first_parts(p, share, share.first);
     const unsigned memory =
@@ -414,14 +213,15 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
           }
         });
         sums[0].merge(sums[1]);
-        all_sums.tell(n, sums[0]);
+        all_sums.tell(n, sums[0].xhat_wdy, sums[0].wdy);
         later.advance(ring.stages);
         stage = later.stage * stage_bytes;
         x_begin = (x_begin + x_step) % kSectorBytes;
         dy_begin = (dy_begin + dy_step) % kSectorBytes;
       }
       if (kAlone || i >= 0) {
-        const RowGradient gradient(mean, rstd, all_sums.read(i), p.inverse_cols);
+        const float2 row_sums = all_sums.read(i);
+        const RowGradient gradient(mean, rstd, {row_sums.x, row_sums.y}, p.inverse_cols);
         visit(!kAlone, x_place, dy_place, [&](int s, const Pack<X, 2>& x, const Pack<X, 2>& dy) {
           float dx[2];
 #pragma unroll

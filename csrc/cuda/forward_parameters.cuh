@@ -41,6 +41,11 @@ template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream);
 
+// Of forward_wide_stream.cuh.
+template <class X>
+cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan,
+                                cudaStream_t stream);
+
 // Of forward_ring.cuh.
 template <class X>
 cudaError_t launch_forward_ring(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,

@@ -612,7 +612,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     // A pause of 6 us for a row, where a turn of all blocks takes 2 to 4 (see plan_forward.cpp).
     __shared__ unsigned pace_start;
     const bool keeps = kSpan == ForwardSpan::kPacedCluster && rank == 0 && threadIdx.x == 0;
-    Pace<1, 12000> pace(pace_start, keeps, p.clusters, p.most_ahead);
+    Pace<1> pace(pace_start, keeps, p.clusters, p.most_ahead, 12000);
     const auto post_first = [&](auto first, unsigned from) {
       constexpr int kFirst = decltype(first)::value;
       if (kFirst == 0 || count > kFirst) {

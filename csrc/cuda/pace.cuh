@@ -18,15 +18,16 @@ namespace fastnorm::cuda {
 
 static __device__ unsigned rows_written;
 
-// Looks every kEvery rows of a block; pauses kPause cycles for each of its rows that it is ahead.
-template <int kEvery, int kPause>
+// Looks every kEvery rows of a block; pauses `pause` cycles for each of its rows that it is ahead.
+template <int kEvery>
 class Pace {
  public:
   // `keeps`: whether this thread does so for its block, and the others wait for it elsewhere.
   // `start`: in shared memory, for registers are few. `most_ahead`: rows of all blocks that this
   // one may be ahead of the average.
-  __device__ __forceinline__ Pace(volatile unsigned& start, bool keeps, int blocks, int most_ahead)
-      : start_(start), keeps_(keeps), blocks_(blocks), most_ahead_(most_ahead) {
+  __device__ __forceinline__ Pace(volatile unsigned& start, bool keeps, int blocks, int most_ahead,
+                                  int pause)
+      : start_(start), keeps_(keeps), blocks_(blocks), most_ahead_(most_ahead), pause_(pause) {
     if (keeps) start = seen_ = look();
   }
 
@@ -44,7 +45,7 @@ class Pace {
     const int ahead =
         static_cast<int>(static_cast<unsigned>(rows) * blocks_ - most_ahead_ + start_ - seen_);
     if (ahead > 0 && ahead <= kDrift * blocks_) {
-      const unsigned cycles = min(ahead * kPause / blocks_, kMost);
+      const unsigned cycles = min(ahead * pause_ / blocks_, kMost);
       const unsigned begin = clock();
       while (static_cast<unsigned>(clock()) - begin < cycles) {
       }
@@ -55,7 +56,7 @@ class Pace {
  private:
   volatile unsigned& start_;
   const bool keeps_;
-  const int blocks_, most_ahead_;
+  const int blocks_, most_ahead_, pause_;
   unsigned seen_ = 0;
 
   static __device__ __forceinline__ unsigned look() {

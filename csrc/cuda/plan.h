@@ -199,6 +199,14 @@ constexpr int kMostWideColumns = 22016;
 constexpr int kMostWideSteps = 32;  // of pairs of columns in a lane
 constexpr int wide_row_bytes(int64_t cols) { return kSectorBytes + bulk_tensor_bytes(1, cols); }
 
+// Wider ones, by blocks that stay, or clusters of them, of kWideRowWarps warps that have columns:
+// pairs of columns of a lane, at most, and shared memory of a block.
+constexpr int kLeastStreamColumns = 16385;
+constexpr int kMostStreamPairs = 30;
+constexpr int kMostStreamBytes = (227 << 10) - 5120;
+constexpr int64_t kMostStreamColumns =
+    int64_t{kMaxClusterSize} * kWideRowWarps * kMostStreamPairs * 2 * kWarpSize;
+
 // Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
 constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {
   return rows * (kWarpSize * columns_per_thread * element_bytes + kChunkBytes);
@@ -217,12 +225,14 @@ struct ForwardPlan {
   bool vectorized = false;  // rows start at multiples of 16 bytes and have whole chunks
   bool gathers = false;     // kShortRows: a warp writes its rows together
   bool in_bulk = false;     // kElements, kShortRows: a block's x and y are copied as a whole
+  int bulk_stages = 0;      // kElements: of rows so copied by blocks that stay, if they are
   bool more_warps = false;  // kRows: lanes are idle, so that registers are better spent on warps
   // As in BackwardPlan. A grid of up to kLargeClusterSize blocks adds up in a cluster's order.
   bool in_grid = false;
   bool exchange_warp = false;
   int rows_ahead = 1;  // kRing: whose moments are asked for before a row is written
-  // kRing: so many rows of all blocks, or clusters, one may be ahead of their average (see Pace).
+  // kRing, kElements: so many rows of all blocks, or clusters, one may be ahead of their average
+  // (see Pace).
   // Zero where each goes on as it can.
   int most_ahead = 0;
   int64_t blocks = 0;

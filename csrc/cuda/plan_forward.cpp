@@ -103,6 +103,43 @@ int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   return 0;
 }
 
+// Whether rows are wider than those, and held by blocks that stay, or clusters of them. On an H100
+// this is not measured, nor done.
+bool streams_wide_rows(const ForwardProblem& problem, const DeviceProperties& device) {
+  return can_stream(problem.x_dtype, device) && !has_slow_memory(device) &&
+         size_in_bytes(problem.x_dtype) == 2 && is_uneven(problem) && problem.y_as_x &&
+         problem.cols >= kLeastStreamColumns && problem.cols <= kMostStreamColumns &&
+         wide_warps(problem, device) == 0;
+}
+
+// By one block, two, four or eight, the fewest that hold the row. FIGURES
+void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
+                       const DeviceProperties& device, const PlanRequest& request) {
+  constexpr int kFewBytes = 165 << 10, kBytes = 210 << 10;
+  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
+  const auto pairs = [&] { return ceil_div(steps, plan.cluster_size * kWideRowWarps); };
+  for (plan.cluster_size = 1; pairs() > kMostStreamPairs;) plan.cluster_size *= 2;
+  plan.threads_per_row = kWideRowWarps * kWarpSize;
+  plan.columns_per_thread = static_cast<int>(2 * pairs());
+  const int stage = kWideRowWarps * kWarpSize * plan.columns_per_thread * 2 + kSectorBytes;
+  plan.bulk_stages =
+      std::min((plan.cluster_size <= 2 ? kFewBytes : kBytes) / stage, kMostBulkStages);
+  plan.in_bulk = true;
+  plan.shared_bytes = plan.bulk_stages * stage;
+  // Rows of an odd number of columns begin at whole words or do not: those of a block all alike,
+  // for they are an even number of rows apart.
+  int64_t clusters = std::max(1, resident_clusters(plan.cluster_size, 1, device));
+  if (request.blocks) {
+    clusters = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, clusters);
+  }
+  if (clusters > 1) clusters = clusters & -2;
+  clusters = std::min(clusters, problem.rows);
+  plan.blocks = clusters * plan.cluster_size;
+  if (problem.rows > kFewTurns * clusters) {
+    plan.most_ahead = static_cast<int>(clusters + clusters / 4);
+  }
+}
+
 void shape_wide_elements(ForwardPlan& plan, const ForwardProblem& problem, int warps) {
   const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
   plan.threads_per_row = warps * kWarpSize;
@@ -239,7 +276,7 @@ bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& dev
 // Where few warps share a row, that is; with parameters of another dtype, of which chunks would
 // take many registers, all of a block.
 bool elements_run(const ForwardProblem& problem, const DeviceProperties& device) {
-  if (wide_warps(problem, device) > 0) return true;
+  if (wide_warps(problem, device) > 0 || streams_wide_rows(problem, device)) return true;
   const bool uneven = is_uneven(problem);
   const bool by_bulk = bulk_fills_warps(problem, device);
   const int most_threads = by_bulk                     ? kMaxBulkWarps * kWarpSize
@@ -696,6 +733,10 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
       shape_forward_cluster(plan, chunks, request);
       break;
     case Kernel::kElements:
+      if (streams_wide_rows(problem, device)) {
+        shape_wide_stream(plan, problem, device, request);
+        return plan;
+      }
       if (const int warps = wide_warps(problem, device); warps > 0) {
         shape_wide_elements(plan, problem, warps);
         break;

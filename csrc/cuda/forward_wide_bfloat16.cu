@@ -1,0 +1,9 @@
+// The forward of wide rows of bfloat16.
+#include "forward_wide_stream.cuh"
+
+namespace fastnorm::cuda {
+
+template cudaError_t launch_forward_wide<BFloat16>(const ForwardArgs&, const ForwardPlan&,
+                                                   cudaStream_t);
+
+}  // namespace fastnorm::cuda

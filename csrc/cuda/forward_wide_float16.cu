@@ -1,0 +1,9 @@
+// The forward of wide rows of float16.
+#include "forward_wide_stream.cuh"
+
+namespace fastnorm::cuda {
+
+template cudaError_t launch_forward_wide<Half>(const ForwardArgs&, const ForwardPlan&,
+                                               cudaStream_t);
+
+}  // namespace fastnorm::cuda

@@ -1,0 +1,406 @@
+// The forward of wide 16-bit rows that end within a chunk, wherever they begin.
+// Blocks stay, or clusters of them, and have a row at a time, by 11 warps of
+// each block, whose lanes have pairs of columns. One warp more copies rows of x
+// into a ring of stages in shared memory, by bulk copies, and what the others
+// have put in the place of x back, as y. Weight and bias are in registers.
+//
+// A warp finds its part of the next row's sums before it waits for those of a
+// row, so that what blocks tell each other is there when it is asked for.
+#pragma once
+
+#include "forward_parameters.cuh"
+#include "launch.cuh"
+#include "pace.cuh"
+#include "wide_stream.cuh"
+
+namespace fastnorm::cuda {
+
+template <class X>
+struct WideForward {
+  int64_t rows, cols;
+  float eps;
+  float inverse_cols;
+  const X* x;
+  const X* x_end;  // of the last row
+  int64_t x_row_stride;
+  const void* weight;
+  const void* bias;
+  DType parameter_dtype;
+  X* y;
+  float* mean;
+  float* rstd;
+  int cluster_size;
+  int warps;                          // of a block, that have columns
+  int warp_steps, first_longer_warp;  // see ElementRuns
+  int stages, tensor_bytes;           // of the ring, behind which may be room for y
+  int clusters, most_ahead, pause;    // see Pace
+};
+
+// A block's part of a row of x and of y.
+template <class X>
+struct WideForwardParts {
+  WideRow<const X> x;
+  WideRow<X> y;
+
+  __device__ __forceinline__ WideForwardParts(const WideForward<X>& p, const WideShare& share,
+                                              int64_t row)
+      : x(p.x + row * p.x_row_stride + share.from, share.to - share.from),
+        y(p.y + row * p.cols + share.from, share.to - share.from) {}
+};
+
+// Whether all of y lies in granules as x does, so that it may leave from its
+// place. Else it has room of its own, of two rows in turn.
+template <class X>
+__host__ __device__ inline bool is_in_place(const WideForward<X>& p) {
+  const auto apart = reinterpret_cast<uintptr_t>(p.x) - reinterpret_cast<uintptr_t>(p.y);
+  return apart % kChunkBytes == 0 && (p.x_row_stride - p.cols) % WideRow<X>::kGranule == 0;
+}
+
+constexpr int kWideOutputs = 2;
+
+// What the warp that copies does. `left`: barriers that tell when a row of y
+// has left its own room.
+template <class X>
+__device__ __forceinline__ void copy_wide_rows(const WideForward<X>& p, const WideShare& share,
+                                               const BulkBarriers& barriers, unsigned left,
+                                               unsigned char* memory) {
+  const int lane = threadIdx.x % kWarpSize;
+  const bool in_place = is_in_place(p);
+  const auto stage_of = [&](int s) { return reinterpret_cast<X*>(memory + s * p.tensor_bytes); };
+  const auto fetch = [&](int i, int s) {
+    const int64_t row = share.row(i);
+    const WideForwardParts<X> parts(p, share, row);
+    // Between rows that do not lie one behind the other may be memory of
+    // others.
+    const bool dense = p.x_row_stride == p.cols;
+    const X* const first = p.x + row * p.x_row_stride;
+    const Granules all = parts.x.granules(dense ? p.x : first, dense ? p.x_end : first + p.cols);
+    const unsigned barrier = barriers.full_of(s);
+    if (lane == 0) {
+      arrive_and_expect(barrier, (all.to - all.from) * WideRow<X>::kSize);
+      parts.x.copy_in(stage_of(s), all, barrier);
+    } else {
+      parts.x.copy_ends(stage_of(s), parts.x.sector, all, lane - 1);
+      arrive(barrier);
+    }
+  };
+
+  __shared__ unsigned pace_start;
+  const bool keeps = p.most_ahead > 0 && lane == 0 && cluster_rank() % p.cluster_size == 0;
+  Pace<1> pace(pace_start, keeps, p.clusters, p.most_ahead, p.pause);
+  for (int s = 0; s < min(p.stages, share.count); ++s) fetch(s, s);
+  BulkTurn turn;
+  for (int i = 0; i < share.count; ++i) {
+    wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
+    const WideForwardParts<X> parts(p, share, share.row(i));
+    const int output = i % kWideOutputs;
+    const X* const y = in_place ? stage_of(turn.stage) + (parts.x.begin - parts.y.begin)
+                                : stage_of(p.stages + output);
+    const Granules whole = parts.y.granules();
+    if (lane == 0) parts.y.copy_out(y, whole);
+    parts.y.copy_ends(parts.y.sector, y, whole, lane);
+    publish_to_copies();  // the ends have been read, too
+    pace.keep(i + 1);
+    if (lane == 0) wait_bulk_reads();
+    __syncwarp();
+    if (!in_place) arrive(left + output * static_cast<unsigned>(sizeof(uint64_t)));
+    if (i + p.stages < share.count) fetch(i + p.stages, turn.stage);
+    turn.advance(p.stages);
+  }
+  __syncwarp();  // as one to the barrier behind
+}
+
+template <class X, int kPairs>
+__global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
+    forward_wide_stream(const WideForward<X> p) {
+  if (!kStreams) return;
+  constexpr int kSize = static_cast<int>(sizeof(X));
+  // Pairs that are asked for before it is their turn; and chains in which a
+  // lane adds up.
+  constexpr int kAhead = 4, kSlots = kAhead + 1, kChains = 4;
+  using Columns = WideColumns<X, kPairs>;
+  using RowSums = WideExchange<false>;
+  using RowSets = WideExchange<false, 2>;
+  extern __shared__ __align__(kSectorBytes) unsigned char wide_memory[];
+  __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages], left[kWideOutputs];
+  __shared__ typename RowSums::Storage sums_storage;
+  __shared__ typename RowSets::Storage sets_storage;
+
+  const BulkBarriers barriers{shared_address(full), shared_address(written)};
+  const int warp = warp_index(), warps = p.warps;
+  const int rank = cluster_rank() % p.cluster_size;
+  const RowSums row_sums(sums_storage, p.cluster_size, rank, warps, warp);
+  const RowSets row_sets(sets_storage, p.cluster_size, rank, warps, warp);
+  const auto left_of = [&](int i) {
+    return shared_address(left) + i % kWideOutputs * static_cast<unsigned>(sizeof(uint64_t));
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < p.stages; ++s) {
+      init_barrier(barriers.full_of(s), kWarpSize);
+      init_barrier(barriers.written_of(s), kWarpSize * warps);
+    }
+    for (int i = 0; i < kWideOutputs; ++i) init_barrier(left_of(i), kWarpSize);
+    row_sums.init();
+    row_sets.init();
+    publish_barriers();
+  }
+  cluster_arrive();
+  cluster_wait();
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const WideShare share(p, rank, warps);
+
+  // kApart: y does not take the place of x.
+  const auto process = [&](auto paired, auto apart) {
+    constexpr bool kPaired = decltype(paired)::value, kApart = decltype(apart)::value;
+    const int lane = threadIdx.x % kWarpSize;
+    const int row_warp = rank * warps + warp;
+    const int begin = begin_of_wide_run(p, row_warp), end = begin_of_wide_run(p, row_warp + 1);
+    const int column = begin + lane * 2;
+    const Columns columns{end - column};
+    typename Columns::Values weight, bias;
+    columns.load_parameters(weight, p.weight, p.parameter_dtype, column, 1);
+    columns.load_parameters(bias, p.bias, p.parameter_dtype, column, 0);
+    // Where this lane's x of a row is: by where in a sector rows begin, from
+    // turn to turn.
+    const WideForwardParts<X> first_parts(p, share, share.first);
+    const unsigned memory =
+        shared_address(wide_memory) + static_cast<unsigned>(column - share.from) * kSize;
+    const auto step = static_cast<unsigned>(p.x_row_stride * share.step) * kSize;
+    const auto y_step = static_cast<unsigned>(p.cols * share.step) * kSize;
+    unsigned x_begin = first_parts.x.begin * kSize, stage = 0, place = 0;
+    unsigned y_begin = first_parts.y.begin * kSize;
+    // Pairs of a row, those to come asked for while there is something to do.
+    const auto visit = [&](unsigned from, const auto& visitor) {
+      Pack<X, 2> x[kSlots];
+      const auto load = [&](int s) {
+        if (s < kPairs) x[s % kSlots] = columns.template load<kPaired>(from, s);
+      };
+#pragma unroll
+      for (int s = 0; s < kAhead; ++s) load(s);
+#pragma unroll
+      for (int s = 0; s < kPairs; ++s) {
+        load(s + kAhead);
+        visitor(s, x[s % kSlots]);
+      }
+    };
+    const auto put = [&](unsigned target, const auto& xhat) {
+      visit(place, [&](int s, const Pack<X, 2>& x) {
+        float y[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          y[j] = fma(xhat(x.template get<float>(j)), weight[s][j], bias[s][j]);
+        }
+        Pack<X, 2> pair;
+        pair.set_pair(0, y[0], y[1]);
+        columns.template store<kPaired>(target, s, pair);
+      });
+    };
+    // Of this warp's columns, by differences from a point within them.
+    const auto warp_moments = [&] {
+      using Moments = ThreadMoments<float, 2 * kPairs>;
+      const auto value = [&](int s, int j) {
+        return columns.has(s, j) ? load_element<X>(place + (s * Columns::kStep + j) * kSize) : 0.f;
+      };
+      constexpr int kFirst = 4;
+      float first[kFirst];
+#pragma unroll
+      for (int i = 0; i < kFirst; ++i) first[i] = value(i / 2, i % 2);
+      Moments thread[1];
+      thread[0].reference = reference_point(tree_mean(first));
+      float sums[kChains] = {}, squares[kChains] = {};
+#pragma unroll 1
+      for (int s = 0; s < kPairs; s += 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = s + i / 2;
+          if (at >= kPairs || !columns.has(at, i % 2)) continue;
+          const float delta = value(at, i % 2) - thread[0].reference;
+          sums[i] = fma(delta, Moments::kShare, sums[i]);
+          squares[i] = fma(delta, delta, squares[i]);
+          thread[0].count += 1;
+        }
+      }
+      thread[0].sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      thread[0].squares = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+      const auto cols = static_cast<float>(end - begin);
+      return merge_warp(thread[0], cols, quotient(1.f, cols));
+    };
+    // Of a row, from those of its warps.
+    int far_rows = 0;
+    const auto row_moments = [&] {
+      const SetMoments<float> mine = warp_moments();
+      row_sets.tell_known(far_rows, mine.mean, mine.m2);
+      const unsigned sets = row_sets.await(far_rows++);
+      SetMoments<float> row[1];
+      const float points[] = {reference_point(load_element<float>(sets))};
+      const auto total = static_cast<float>(p.cols);
+      merge_differences<kWarpSize>(
+          row, points, total, [&](int, float point, float& mean, float& squares) {
+            mean = squares = 0;
+#pragma unroll 1
+            for (int w = lane; w < row_sets.warps; w += kWarpSize) {
+              const float2 set = load_float2(sets + w * static_cast<unsigned>(sizeof(float2)));
+              const auto count =
+                  static_cast<float>(begin_of_wide_run(p, w + 1) - begin_of_wide_run(p, w));
+              const float delta = set.x - point;
+              mean = fma(count * p.inverse_cols, delta, mean);
+              squares += fma(count * delta, delta, set.y);
+            }
+          });
+      return row[0];
+    };
+    BulkTurn turn,
+        later;  // of the row i whose y, and the row n whose sums are found
+#pragma unroll 1
+    for (int n = 0; n <= share.count; ++n) {
+      const int i = n - 1;
+      const unsigned later_place = memory + stage + x_begin;
+      if (n < share.count) {
+        wait_barrier<false>(barriers.full_of(later.stage), later.parity);
+        float sums[kChains] = {}, squares[kChains] = {};
+        visit(later_place, [&](int s, const Pack<X, 2>& x) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int chain = (2 * s + j) % kChains;
+            const float value = x.template get<float>(j);
+            sums[chain] += value;
+            squares[chain] = fma(value, value, squares[chain]);
+          }
+        });
+        row_sums.tell(n, (sums[0] + sums[1]) + (sums[2] + sums[3]),
+                      (squares[0] + squares[1]) + (squares[2] + squares[3]));
+        later.advance(p.stages);
+        stage = later.stage * p.tensor_bytes;
+        x_begin = (x_begin + step) % kSectorBytes;
+      }
+      if (i >= 0) {
+        const float2 sums = row_sums.read(i);
+        SetMoments<float> moments;
+        const bool near = take_sums(moments, {sums.x, sums.y}, p.inverse_cols);
+        if (!near) moments = row_moments();
+        const float mean = moments.mean, rstd = rstd_of(moments, p.inverse_cols, p.eps);
+        if (row_warp == 0 && lane == 0) {
+          p.mean[share.row(i)] = mean;
+          p.rstd[share.row(i)] = rstd;
+        }
+        unsigned target = place;
+        if constexpr (kApart) {
+          target = memory + (p.stages + i % kWideOutputs) * p.tensor_bytes + y_begin;
+          y_begin = (y_begin + y_step) % kSectorBytes;
+          if (i >= kWideOutputs) {
+            wait_barrier<false>(left_of(i), (i / kWideOutputs - 1) % 2);
+          }
+        }
+        if (near) {
+          const float constant = -mean * rstd;
+          put(target, [&](float x) { return fma(x, rstd, constant); });
+        } else {
+          put(target, [&](float x) { return (x - mean) * rstd; });
+        }
+        publish_to_copies();
+        arrive(barriers.written_of(turn.stage));
+        turn.advance(p.stages);
+      }
+      place = later_place;
+    }
+  };
+  constexpr std::true_type kYes;
+  constexpr std::false_type kNo;
+  if (warp == warps) {
+    copy_wide_rows(p, share, barriers, shared_address(left), wide_memory);
+  } else if (!is_in_place(p)) {
+    process(kNo, kYes);
+  } else {
+    // Whether all rows of this block begin at whole words.
+    const int64_t strides = share.count > 1 ? p.x_row_stride * share.step : 0;
+    const WideForwardParts<X> parts(p, share, share.first);
+    if ((parts.x.begin | strides) % 2 == 0) {
+      process(kYes, kNo);
+    } else {
+      process(kNo, kNo);
+    }
+  }
+  // No block leaves before all have sent and received their sums.
+  cluster_arrive();
+  cluster_wait();
+}
+
+template <class X>
+cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan,
+                                cudaStream_t stream) {
+  WideForward<X> p;
+  p.rows = args.rows;
+  p.cols = args.cols;
+  p.eps = static_cast<float>(args.eps);
+  p.inverse_cols = static_cast<float>(1.0 / static_cast<double>(args.cols));
+  p.x = static_cast<const X*>(args.x);
+  p.x_row_stride = args.x_row_stride;
+  p.x_end = p.x + std::max<int64_t>(0, (args.rows - 1) * args.x_row_stride) + args.cols;
+  p.weight = args.weight;
+  p.bias = args.bias;
+  p.parameter_dtype = args.weight != nullptr ? args.weight_dtype : args.bias_dtype;
+  p.y = static_cast<X*>(args.y);
+  p.mean = static_cast<float*>(args.mean);
+  p.rstd = static_cast<float*>(args.rstd);
+  p.cluster_size = plan.cluster_size;
+  p.warps = plan.threads_per_row / kWarpSize;
+  const auto steps = static_cast<int>((args.cols + 2 * kWarpSize - 1) / (2 * kWarpSize));
+  const int warps = p.warps * p.cluster_size;
+  p.warp_steps = steps / warps;
+  p.first_longer_warp = warps - steps % warps;
+  p.clusters = static_cast<int>(plan.blocks / plan.cluster_size);
+  p.most_ahead = plan.most_ahead;
+  // Twice as long as memory takes for what a block reads and writes of a row,
+  // if it delivers a granule per cycle and multiprocessor.
+  p.pause = static_cast<int>(2 * 2 * args.cols * int64_t{sizeof(X)} / kChunkBytes / p.cluster_size);
+  p.tensor_bytes = plan.shared_bytes / plan.bulk_stages;
+  const int outputs = is_in_place(p) ? 0 : kWideOutputs;
+  p.stages = std::min(plan.bulk_stages, kMostStreamBytes / p.tensor_bytes - outputs);
+  const auto launch = [&](auto pairs) {
+    const auto kernel = forward_wide_stream<X, decltype(pairs)::value>;
+    static std::atomic<uint64_t> prepared{0};  // a bit per device
+    const cudaError_t error =
+        allow_blocks(reinterpret_cast<const void*>(kernel), kMostStreamBytes, false, prepared);
+    if (error != cudaSuccess) return error;
+    return Launch(plan.blocks, dim3((p.warps + 1) * kWarpSize), stream)
+        .with_shared((p.stages + outputs) * p.tensor_bytes)
+        .in_clusters(plan.cluster_size)
+        .overlapping(plan.overlap_launches)(kernel, p);
+  };
+  switch (plan.columns_per_thread / 2) {
+    case 16:
+      return launch(std::integral_constant<int, 16>());
+    case 17:
+      return launch(std::integral_constant<int, 17>());
+    case 18:
+      return launch(std::integral_constant<int, 18>());
+    case 19:
+      return launch(std::integral_constant<int, 19>());
+    case 20:
+      return launch(std::integral_constant<int, 20>());
+    case 21:
+      return launch(std::integral_constant<int, 21>());
+    case 22:
+      return launch(std::integral_constant<int, 22>());
+    case 23:
+      return launch(std::integral_constant<int, 23>());
+    case 24:
+      return launch(std::integral_constant<int, 24>());
+    case 25:
+      return launch(std::integral_constant<int, 25>());
+    case 26:
+      return launch(std::integral_constant<int, 26>());
+    case 27:
+      return launch(std::integral_constant<int, 27>());
+    case 28:
+      return launch(std::integral_constant<int, 28>());
+    case 29:
+      return launch(std::integral_constant<int, 29>());
+    case 30:
+      return launch(std::integral_constant<int, 30>());
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fastnorm::cuda
