@@ -203,7 +203,7 @@ constexpr int wide_row_bytes(int64_t cols) { return kSectorBytes + bulk_tensor_b
 // pairs of columns of a lane, at most, and shared memory of a block.
 constexpr int kLeastStreamColumns = 16385;
 constexpr int kMostStreamPairs = 30;
-constexpr int kMostStreamBytes = (227 << 10) - 5120;
+constexpr int kMostStreamBytes = (227 << 10) - 9728;
 constexpr int64_t kMostStreamColumns =
     int64_t{kMaxClusterSize} * kWideRowWarps * kMostStreamPairs * 2 * kWarpSize;
 

@@ -352,12 +352,20 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const
 // 65536 .935 and .91), but in pairs (12288 .94 and .945, 16384 .93 and .94, by 64 of them), for
 // which it is not done; so do rows of a block, but for float32 (4096 .953 and .96, on 131
 // multiprocessors, 1024 .985 and .98, 64 .953 and .945).
-bool keep_together(const BackwardPlan& plan, const BackwardProblem& problem, int64_t turns,
-                   const DeviceProperties& device) {
+bool ring_keeps_together(const BackwardPlan& plan, const BackwardProblem& problem, int64_t turns,
+                         const DeviceProperties& device) {
   return plan.kernel == Kernel::kRing && plan.cluster_size > 1 && !plan.in_grid &&
          plan.vectorized && problem.x_dtype == DType::kFloat32 && has_one_dtype(problem) &&
          plan.threads_per_row <= kMostCachedThreads && turns > kFewTurns &&
          !has_slow_memory(device);
+}
+
+// The same of wide rows that are copied in bulk: 16385 columns of bfloat16 .90 and .92, 20001 .875
+// and .91, 28001 .845 and .87, 50257 .865 and .895, 12289 and 65537 the same (in pauses of one to
+// three turns' time, from a turn and a quarter or a half on). Rows of one block are as well off
+// without: 7001 .91 and .905, 8191 .91 both.
+bool wide_rows_keep_together(const BackwardPlan& plan, int64_t turns) {
+  return plan.is_wide && plan.cluster_size > 1 && turns > kFewTurns;
 }
 
 }  // namespace
@@ -410,9 +418,12 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
                                 ? groups.all
                                 : std::min(groups.all, (streams ? 1 : 2) * groups.resident);
     plan.blocks = working * plan.segments * plan.cluster_size;
-    if (keep_together(plan, problem, ceil_div(groups.all, working), device)) {
+    const int64_t turns = ceil_div(groups.all, working);
+    if (ring_keeps_together(plan, problem, turns, device)) {
       constexpr int64_t kTurnsAhead = 4;
       plan.most_ahead = static_cast<int>(kTurnsAhead * working);
+    } else if (wide_rows_keep_together(plan, turns)) {
+      plan.most_ahead = static_cast<int>(working + working / 2);
     }
   }
   if (plan.dx && plan.kernel == Kernel::kSplit) {

@@ -14,6 +14,15 @@ __device__ __forceinline__ int begin_of_wide_run(const Parameters& p, int w) {
   return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
 }
 
+// Cycles that a block pauses for each row that it is ahead (see Pace): twice as long as memory
+// takes for what the block reads and writes of a row, in kTensors, if it delivers a granule per
+// cycle and multiprocessor.
+template <class X, int kTensors, class Parameters>
+__device__ __forceinline__ int pause_of_wide_rows(const Parameters& p) {
+  constexpr int kGranule = kChunkBytes / static_cast<int>(sizeof(X));
+  return 2 * kTensors * static_cast<int>(p.cols) / kGranule / p.cluster_size;
+}
+
 // What a block has of its rows: columns `from` to `to`, of each of `count` rows from `first` on,
 // `step` rows apart.
 struct WideShare {
