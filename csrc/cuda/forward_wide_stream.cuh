@@ -204,44 +204,61 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         columns.template store<kPaired>(target, s, pair);
       });
     };
-    // Of this warp's columns, by differences from a point within them.
-    const auto warp_moments = [&](unsigned from) {
+    // This lane's sums of a row.
+    const auto sum_of = [](const float (&chains)[kChains]) {
+      return (chains[0] + chains[1]) + (chains[2] + chains[3]);
+    };
+    const auto plain_sums = [&](unsigned from) {
+      float sums[kChains] = {}, squares[kChains] = {};
+      visit(from, [&](int s, const Pack<X, 2>& x) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int chain = (2 * s + j) % kChains;
+          const float value = x.template get<float>(j);
+          sums[chain] += value;
+          squares[chain] = fma(value, value, squares[chain]);
+        }
+      });
+      return ThreadSums<float>{sum_of(sums), sum_of(squares)};
+    };
+    // And besides, to the bit the same, the moments of the warp's columns, by differences from a
+    // point within this lane's. In a loop, for registers are few.
+    const auto moments_and_sums = [&](unsigned from, ThreadSums<float>& plain) {
       using Moments = ThreadMoments<float, 2 * kPairs>;
       constexpr int kFirst = 4, kLast = kPairs - 1;
+      const auto load = [&](int s) {
+        return Columns::template load_whole<kPaired>(from + s * Columns::kStep * kSize);
+      };
       float first[kFirst];
 #pragma unroll
-      for (int i = 0; i < kFirst; ++i) {
-        first[i] = columns.template load<kPaired>(from, i / 2).template get<float>(i % 2);
-      }
+      for (int i = 0; i < kFirst; ++i) first[i] = load(i / 2).template get<float>(i % 2);
       const float reference = reference_point(tree_mean(first));
       float sums[kChains] = {}, squares[kChains] = {};
-      const auto add = [&](int chain, float value) {
-        const float delta = value - reference;
-        sums[chain] = fma(delta, Moments::kShare, sums[chain]);
-        squares[chain] = fma(delta, delta, squares[chain]);
+      float differences[kChains] = {}, their_squares[kChains] = {};
+      const auto add = [&](const Pack<X, 2>& x, int chain, bool first_exists, bool second_exists) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float value = x.template get<float>(j), difference = value - reference;
+          const float delta = (j == 0 ? first_exists : second_exists) ? difference : 0.f;
+          sums[chain + j] += value;
+          squares[chain + j] = fma(value, value, squares[chain + j]);
+          differences[chain + j] = fma(delta, Moments::kShare, differences[chain + j]);
+          their_squares[chain + j] = fma(delta, delta, their_squares[chain + j]);
+        }
       };
-      const auto add_pair = [&](int s, int chain) {
-        const auto x = columns.template load<kPaired>(from, s);
-        if (columns.has(s, 0)) add(chain, x.template get<float>(0));
-        if (columns.has(s, 1)) add(chain + 1, x.template get<float>(1));
-      };
-      // A loop, for registers are few.
-#pragma unroll 1
-      for (int s = 0; s < kLast / 2 * 2; s += 2) {
-        add_pair(s, 0);
-        add_pair(s + 1, 2);
+#pragma unroll 2
+      for (int s = 0; s < kLast / 2; ++s) {
+        add(load(2 * s), 0, true, true);
+        add(load(2 * s + 1), 2, true, true);
       }
-      if (kLast % 2 != 0) add_pair(kLast - 1, 0);
-      add_pair(kLast, 2);
-      const float count = 2 * kLast + columns.has(kLast, 0) + columns.has(kLast, 1);
-      const Moments thread{reference, (sums[0] + sums[1]) + (sums[2] + sums[3]),
-                           (squares[0] + squares[1]) + (squares[2] + squares[3]), count};
+      if constexpr (kLast % 2 != 0) add(load(kLast - 1), 0, true, true);
+      const bool exists = columns.has(kLast, 0), both_exist = columns.has(kLast, 1);
+      add(columns.template load<kPaired>(from, kLast), kLast % 2 * 2, exists, both_exist);
+      plain = {sum_of(sums), sum_of(squares)};
+      const Moments thread{reference, sum_of(differences), sum_of(their_squares),
+                           static_cast<float>(2 * kLast + exists + both_exist)};
       const auto cols = static_cast<float>(end - begin);
       return merge_warp(thread, cols, quotient(1.f, cols));
-    };
-    const auto tell_moments = [&](int k, unsigned from) {
-      const SetMoments<float> mine = warp_moments(from);
-      row_sets.tell_known(k, mine.mean, mine.m2);
     };
     // Of a row, from those of its warps.
     const auto read_moments = [&](int k) {
@@ -276,21 +293,15 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
       int later_moments_turn = -1;
       if (n < share.count) {
         wait_barrier<false>(barriers.full_of(later.stage), later.parity);
-        float sums[kChains] = {}, squares[kChains] = {};
-        visit(later_place, [&](int s, const Pack<X, 2>& x) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int chain = (2 * s + j) % kChains;
-            const float value = x.template get<float>(j);
-            sums[chain] += value;
-            squares[chain] = fma(value, value, squares[chain]);
-          }
-        });
-        row_sums.tell(n, (sums[0] + sums[1]) + (sums[2] + sums[3]),
-                      (squares[0] + squares[1]) + (squares[2] + squares[3]));
         if (tells_early) {
+          ThreadSums<float> sums;
+          const SetMoments<float> mine = moments_and_sums(later_place, sums);
+          row_sums.tell(n, sums.sum, sums.squares);
           later_moments_turn = told++;
-          tell_moments(later_moments_turn, later_place);
+          row_sets.tell_known(later_moments_turn, mine.mean, mine.m2);
+        } else {
+          const ThreadSums<float> sums = plain_sums(later_place);
+          row_sums.tell(n, sums.sum, sums.squares);
         }
         later.advance(p.stages);
         stage = later.stage * p.tensor_bytes;
@@ -302,8 +313,10 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         const bool near = take_sums(moments, {sums.x, sums.y}, p.inverse_cols);
         if (!near || moments_turn >= 0) {
           if (moments_turn < 0) {
+            ThreadSums<float> known;
+            const SetMoments<float> mine = moments_and_sums(place, known);
             moments_turn = told++;
-            tell_moments(moments_turn, place);
+            row_sets.tell_known(moments_turn, mine.mean, mine.m2);
           }
           const SetMoments<float> others = read_moments(moments_turn);
           if (!near) moments = others;

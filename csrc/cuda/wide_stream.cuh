@@ -200,6 +200,15 @@ struct WideColumns {
     return pair;
   }
 
+  // The same of a pair that exists.
+  template <bool kPaired>
+  static __device__ __forceinline__ Pack<X, 2> load_whole(unsigned from) {
+    if (kPaired) return load_pair<X>(from);
+    Pack<X, 2> pair;
+    pair.set_bits32(0, load_bits16(from) | uint32_t{load_bits16(from + kSize)} << 16);
+    return pair;
+  }
+
   template <bool kPaired>
   __device__ __forceinline__ void store(unsigned place, int s, const Pack<X, 2>& pair) const {
     const unsigned to = place + s * kStep * kSize;
