@@ -5,7 +5,8 @@
 // A lane has neighbouring pairs of columns of a 16-bit row, or single ones of float32, kLanes of
 // them apart; where pairs lie in whole words of memory they move as such. Short rows have few
 // lanes, for sums over lanes take their time: as many that each has at most kMostElementColumns
-// columns. Longer rows are shared out evenly among warps. (Wide ones: forward_wide.cuh.)
+// columns. Longer rows are shared out evenly among warps. (Wide ones: forward_wide.cuh and
+// forward_wide_stream.cuh.)
 #pragma once
 
 #include "forward_bulk.cuh"
