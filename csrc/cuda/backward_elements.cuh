@@ -495,17 +495,8 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     }
     return cudaErrorInvalidValue;
   };
-  switch (plan.columns_per_thread / 2) {
-    case 5:
-      return launch_pairs(std::integral_constant<int, 5>());
-    case 6:
-      return launch_pairs(std::integral_constant<int, 6>());
-    case 7:
-      return launch_pairs(std::integral_constant<int, 7>());
-    case 8:
-      return launch_pairs(std::integral_constant<int, 8>());
-  }
-  return cudaErrorInvalidValue;
+  return visit_number<kLeastElementPairs + 1, 2 * kLeastElementPairs>(plan.columns_per_thread / 2,
+                                                                      launch_pairs);
 }
 
 }  // namespace fastnorm::cuda

@@ -304,25 +304,12 @@ cudaError_t launch_backward_wide(const RingParameters<X>& p, const BackwardPlan&
     const bool alone = plan.cluster_size == 1 && is_in_place(p);
     return alone ? launch_kernel(pairs, std::true_type()) : launch_kernel(pairs, std::false_type());
   };
-  switch (plan.columns_per_thread / 2) {
-    case 8:  // of half a row
-      return launch_kernel(std::integral_constant<int, 8>(), std::false_type());
-    case 9:
-      return launch(std::integral_constant<int, 9>());
-    case 10:
-      return launch(std::integral_constant<int, 10>());
-    case 11:
-      return launch(std::integral_constant<int, 11>());
-    case 12:
-      return launch(std::integral_constant<int, 12>());
-    case 13:
-      return launch(std::integral_constant<int, 13>());
-    case 14:
-      return launch(std::integral_constant<int, 14>());
-    case 15:
-      return launch(std::integral_constant<int, 15>());
+  const int pairs = plan.columns_per_thread / 2;
+  constexpr int kOfHalves = 8;  // of two blocks at the least
+  if (pairs == kOfHalves) {
+    return launch_kernel(std::integral_constant<int, kOfHalves>(), std::false_type());
   }
-  return cudaErrorInvalidValue;
+  return visit_number<kOfHalves + 1, kMostWideRowPairs>(pairs, launch);
 }
 
 }  // namespace fastnorm::cuda

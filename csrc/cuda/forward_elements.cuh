@@ -214,21 +214,7 @@ cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPl
     }
     return launch_run(pairs, std::integral_constant<Pairing, Pairing::kNone>());
   };
-  switch (plan.columns_per_thread / 2) {
-    case 6:
-      return launch_pairs(std::integral_constant<int, 6>());
-    case 8:
-      return launch_pairs(std::integral_constant<int, 8>());
-    case 10:
-      return launch_pairs(std::integral_constant<int, 10>());
-    case 12:
-      return launch_pairs(std::integral_constant<int, 12>());
-    case 14:
-      return launch_pairs(std::integral_constant<int, 14>());
-    case 16:
-      return launch_pairs(std::integral_constant<int, 16>());
-  }
-  return cudaErrorInvalidValue;
+  return visit_number<6, kMostElementColumns / 2, 2>(plan.columns_per_thread / 2, launch_pairs);
 }
 
 }  // namespace fastnorm::cuda

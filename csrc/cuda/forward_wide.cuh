@@ -105,32 +105,9 @@ cudaError_t launch_wide_elements(ForwardParameters<X, X, W> p, const ForwardPlan
     if (error != cudaSuccess) return error;
     return launch_in_turns(kernel, dim3(plan.threads_per_row), p, plan, stream);
   };
-  switch (plan.columns_per_thread / 2) {
-    case 24:
-      return launch(std::integral_constant<int, 24>());
-    case 26:
-      return launch(std::integral_constant<int, 26>());
-    case 28:
-      return launch(std::integral_constant<int, 28>());
-  }
-  if constexpr (std::is_same_v<X, W>) {
-    switch (plan.columns_per_thread / 2) {
-      case 30:
-        return launch(std::integral_constant<int, 30>());
-      case 32:
-        return launch(std::integral_constant<int, 32>());
-    }
-  } else {
-    switch (plan.columns_per_thread / 2) {
-      case 18:
-        return launch(std::integral_constant<int, 18>());
-      case 20:
-        return launch(std::integral_constant<int, 20>());
-      case 22:
-        return launch(std::integral_constant<int, 22>());
-    }
-  }
-  return cudaErrorInvalidValue;
+  constexpr bool kOneDtype = std::is_same_v<X, W>;
+  return visit_number<kOneDtype ? 24 : 18, kOneDtype ? kMostWideSteps : 28, 2>(
+      plan.columns_per_thread / 2, launch);
 }
 
 }  // namespace fastnorm::cuda

@@ -408,39 +408,7 @@ cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan
         .in_clusters(plan.cluster_size)
         .overlapping(plan.overlap_launches)(kernel, p);
   };
-  switch (plan.columns_per_thread / 2) {
-    case 16:
-      return launch(std::integral_constant<int, 16>());
-    case 17:
-      return launch(std::integral_constant<int, 17>());
-    case 18:
-      return launch(std::integral_constant<int, 18>());
-    case 19:
-      return launch(std::integral_constant<int, 19>());
-    case 20:
-      return launch(std::integral_constant<int, 20>());
-    case 21:
-      return launch(std::integral_constant<int, 21>());
-    case 22:
-      return launch(std::integral_constant<int, 22>());
-    case 23:
-      return launch(std::integral_constant<int, 23>());
-    case 24:
-      return launch(std::integral_constant<int, 24>());
-    case 25:
-      return launch(std::integral_constant<int, 25>());
-    case 26:
-      return launch(std::integral_constant<int, 26>());
-    case 27:
-      return launch(std::integral_constant<int, 27>());
-    case 28:
-      return launch(std::integral_constant<int, 28>());
-    case 29:
-      return launch(std::integral_constant<int, 29>());
-    case 30:
-      return launch(std::integral_constant<int, 30>());
-  }
-  return cudaErrorInvalidValue;
+  return visit_number<kLeastStreamPairs, kMostStreamPairs>(plan.columns_per_thread / 2, launch);
 }
 
 }  // namespace fastnorm::cuda

@@ -136,6 +136,18 @@ inline cudaError_t blocks_per_multiprocessor(int& blocks, const void* kernel, in
   return cudaSuccess;
 }
 
+// Calls visitor(std::integral_constant<int, N>()) for that N of kFirst, kFirst + kStep, ..., kLast
+// that `number` is.
+template <int kFirst, int kLast, int kStep = 1, class Visitor>
+cudaError_t visit_number(int number, const Visitor& visitor) {
+  if (number == kFirst) return visitor(std::integral_constant<int, kFirst>());
+  if constexpr (kFirst < kLast) {
+    return visit_number<kFirst + kStep, kLast, kStep>(number, visitor);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
 template <class T>
 struct Type {
   using type = T;

@@ -200,8 +200,9 @@ constexpr int kMostWideSteps = 32;  // of pairs of columns in a lane
 constexpr int wide_row_bytes(int64_t cols) { return kSectorBytes + bulk_tensor_bytes(1, cols); }
 
 // Wider ones, by blocks that stay, or clusters of them, of kWideRowWarps warps that have columns:
-// pairs of columns of a lane, at most, and shared memory of a block.
+// pairs of columns of a lane, and shared memory of a block, at most.
 constexpr int kLeastStreamColumns = 16385;
+constexpr int kLeastStreamPairs = 16;
 constexpr int kMostStreamPairs = 30;
 constexpr int kMostStreamBytes = (227 << 10) - 9728;
 constexpr int64_t kMostStreamColumns =
