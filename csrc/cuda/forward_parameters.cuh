@@ -41,7 +41,7 @@ template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream);
 
-// Of forward_wide_stream.cuh.
+// Of forward_wide_stream.cuh: wide rows by blocks that stay.
 template <class X>
 cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan,
                                 cudaStream_t stream);

@@ -1,4 +1,4 @@
-// The forward of wide rows of bfloat16.
+// The forward of wide bfloat16 rows by blocks that stay.
 #include "forward_wide_stream.cuh"
 
 namespace fastnorm::cuda {

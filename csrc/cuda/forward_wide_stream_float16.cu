@@ -1,4 +1,4 @@
-// The forward of wide rows of float16.
+// The forward of wide float16 rows by blocks that stay.
 #include "forward_wide_stream.cuh"
 
 namespace fastnorm::cuda {
