@@ -13,6 +13,7 @@
 #include "pieces.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+#include "warp_runs.cuh"
 #include "weight_grads.cuh"
 
 namespace fastnorm::cuda {
@@ -407,11 +408,7 @@ cudaError_t stream_rows(const BackwardArgs& args, const BackwardPlan& plan, floa
                            : launch_ring<false>(p, plan, stream);
   }
   if constexpr (std::is_same_v<X, DY>) {
-    constexpr int64_t kStep = 2 * kWarpSize;
-    const int warps = p.warps * p.cluster_size;
-    const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
-    p.warp_steps = steps / warps;
-    p.first_longer_warp = warps - steps % warps;
+    share_out_runs(p, p.warps * p.cluster_size);
     return launch_backward_elements(p, few_rows_parameters<X>(args, plan), plan, stream);
   }
   return cudaErrorInvalidValue;

@@ -158,8 +158,8 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
   const auto process = [&](auto paired, auto direct) {
     constexpr bool kPaired = decltype(paired)::value, kDirect = decltype(direct)::value;
     const int row_warp = rank * warps + warp;
-    const int column = begin_of_wide_run(p, row_warp) + threadIdx.x % kWarpSize * 2;
-    const Columns columns{begin_of_wide_run(p, row_warp + 1) - column};
+    const int column = begin_of_warp_run(p, row_warp) + threadIdx.x % kWarpSize * 2;
+    const Columns columns{begin_of_warp_run(p, row_warp + 1) - column};
     typename Columns::Values weight, dw = {}, db = {};
     columns.load_parameters(weight, p.weight, p.weight_dtype, column, 1);
     // Where this lane's x and dy of a row are: by where in a sector rows begin, from turn to turn.

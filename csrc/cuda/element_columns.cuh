@@ -3,6 +3,7 @@
 
 #include "backward_parameters.cuh"
 #include "row_sums.cuh"
+#include "warp_runs.cuh"
 
 namespace fastnorm::cuda {
 
@@ -195,8 +196,7 @@ struct ElementColumns {
 template <bool kShort, class X>
 __device__ __forceinline__ int begin_of_run(const RingParameters<X>& p, int w) {
   if (kShort) return w == 0 ? 0 : static_cast<int>(p.cols);
-  const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
-  return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
+  return begin_of_warp_run(p, w);
 }
 
 }  // namespace fastnorm::cuda

@@ -5,6 +5,7 @@
 #include "forward_start.cuh"
 #include "moments.cuh"
 #include "stage.cuh"
+#include "warp_runs.cuh"
 
 namespace fastnorm::cuda {
 
@@ -303,8 +304,7 @@ class ElementTile {
   }
 };
 
-// Rows that the warps of a block hold together. The first warps have p.warp_steps steps of pairs of
-// columns each, those from p.first_longer_warp on one more.
+// Rows that the warps of a block hold together.
 template <class X, class W, int kRows>
 struct ElementRuns {
   static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
@@ -312,10 +312,7 @@ struct ElementRuns {
   const ForwardParameters<X, X, W>& p;
 
   // The column where the run of warp w begins.
-  __device__ __forceinline__ int begin_of(int w) const {
-    const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
-    return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
-  }
+  __device__ __forceinline__ int begin_of(int w) const { return begin_of_warp_run(p, w); }
 
   // The moments of rows, from those of this warp's run on, and what follows from them. Writes mean
   // and rstd. All warps meet.
@@ -343,15 +340,5 @@ struct ElementRuns {
     }
   }
 };
-
-// How many steps each warp of such rows has.
-template <class X, class W>
-void share_out_runs(ForwardParameters<X, X, W>& p, const ForwardPlan& plan) {
-  constexpr int64_t kStep = 2 * kWarpSize;
-  const int warps = plan.threads_per_row / kWarpSize;
-  const int steps = static_cast<int>((p.cols + kStep - 1) / kStep);
-  p.warp_steps = steps / warps;
-  p.first_longer_warp = warps - steps % warps;
-}
 
 }  // namespace fastnorm::cuda

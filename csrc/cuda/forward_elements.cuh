@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
 template <class X, class W, int kSteps, int kRows, Pairing kPairing>
 cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
                                  cudaStream_t stream) {
-  share_out_runs(p, plan);
+  share_out_runs(p, plan.threads_per_row / kWarpSize);
   const auto launch = [&](auto kernel, std::atomic<uint64_t>& prepared) {
     const int most_bytes = kMaxThreadsPerRow / kWarpSize *
                            element_stage_bytes(plan.columns_per_thread, kRows, sizeof(X));

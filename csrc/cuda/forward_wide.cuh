@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
 template <class X, class W>
 cudaError_t launch_wide_elements(ForwardParameters<X, X, W> p, const ForwardPlan& plan,
                                  cudaStream_t stream) {
-  share_out_runs(p, plan);
+  share_out_runs(p, plan.threads_per_row / kWarpSize);
   const auto launch = [&](auto steps) {
     const auto kernel = forward_wide_elements<X, W, decltype(steps)::value>;
     static std::atomic<uint64_t> prepared{0};  // a bit per device

@@ -37,7 +37,7 @@ struct WideForward {
   float* rstd;
   int cluster_size;
   int warps;                          // of a block, that have columns
-  int warp_steps, first_longer_warp;  // see ElementRuns
+  int warp_steps, first_longer_warp;  // see share_out_runs
   int stages, tensor_bytes;           // of the ring, behind which may be room for y
   int most_ahead;                     // see Pace; zero: nobody pauses
 };
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
     constexpr bool kPaired = decltype(paired)::value, kApart = decltype(apart)::value;
     const int lane = threadIdx.x % kWarpSize;
     const int row_warp = rank * warps + warp;
-    const int begin = begin_of_wide_run(p, row_warp), end = begin_of_wide_run(p, row_warp + 1);
+    const int begin = begin_of_warp_run(p, row_warp), end = begin_of_warp_run(p, row_warp + 1);
     const int column = begin + lane * 2;
     const Columns columns{end - column};
     typename Columns::Values weight, bias;
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
             for (int w = lane; w < row_sets.warps; w += kWarpSize) {
               const float2 set = load_float2(sets + w * static_cast<unsigned>(sizeof(float2)));
               const auto count =
-                  static_cast<float>(begin_of_wide_run(p, w + 1) - begin_of_wide_run(p, w));
+                  static_cast<float>(begin_of_warp_run(p, w + 1) - begin_of_warp_run(p, w));
               const float delta = set.x - point;
               mean = fma(count * p.inverse_cols, delta, mean);
               squares += fma(count * delta, delta, set.y);
@@ -389,10 +389,7 @@ cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan
   p.rstd = static_cast<float*>(args.rstd);
   p.cluster_size = plan.cluster_size;
   p.warps = plan.threads_per_row / kWarpSize;
-  const auto steps = static_cast<int>((args.cols + 2 * kWarpSize - 1) / (2 * kWarpSize));
-  const int warps = p.warps * p.cluster_size;
-  p.warp_steps = steps / warps;
-  p.first_longer_warp = warps - steps % warps;
+  share_out_runs(p, p.warps * p.cluster_size);
   p.most_ahead = plan.most_ahead;
   p.tensor_bytes = plan.shared_bytes / plan.bulk_stages;
   const int outputs = is_in_place(p) ? 0 : kWideOutputs;

@@ -3,16 +3,11 @@
 #pragma once
 
 #include "bulk_ring.cuh"
+#include "reduce.cuh"
+#include "warp_runs.cuh"
 #include "wide_row.cuh"
 
 namespace fastnorm::cuda {
-
-// The column where the run of the row's warp w begins.
-template <class Parameters>
-__device__ __forceinline__ int begin_of_wide_run(const Parameters& p, int w) {
-  const int steps = w * p.warp_steps + max(0, w - p.first_longer_warp);
-  return min(static_cast<int>(p.cols), steps * 2 * kWarpSize);
-}
 
 // Cycles that a block pauses for each row that it is ahead (see Pace): twice as long as memory
 // takes for what the block reads and writes of a row, in kTensors, if it delivers a granule per
@@ -34,8 +29,8 @@ struct WideShare {
       : first(blockIdx.x / p.cluster_size),
         step(gridDim.x / p.cluster_size),
         count(static_cast<int>((p.rows - 1 - first + step) / step)),
-        from(begin_of_wide_run(p, rank * warps)),
-        to(begin_of_wide_run(p, (rank + 1) * warps)) {}
+        from(begin_of_warp_run(p, rank * warps)),
+        to(begin_of_warp_run(p, (rank + 1) * warps)) {}
   __device__ __forceinline__ int64_t row(int i) const { return first + i * step; }
 };
 
@@ -84,7 +79,7 @@ struct WideExchange {
 
   // The sums of this warp's lanes' numbers.
   __device__ __forceinline__ void tell(int i, float first, float second) const {
-    const float mine = add_lanes(first, second);
+    const float mine = sum_halves(first, second);
     if (one) {
       put(i, mine);
     } else {
@@ -123,7 +118,7 @@ struct WideExchange {
         sum.y += other.y;
       }
     }
-    const float mine = add_lanes(sum.x, sum.y);
+    const float mine = sum_halves(sum.x, sum.y);
     return make_float2(__shfl_sync(kAllLanes, mine, 0), __shfl_sync(kAllLanes, mine, kHalf));
   }
 
@@ -153,18 +148,6 @@ struct WideExchange {
       store_async(told_slot + turn * kTurnBytes, first, second,
                   told_barrier + turn * static_cast<unsigned>(sizeof(uint64_t)));
     }
-  }
-  // The sum of all lanes' first numbers in the first half of them, of their second ones in the
-  // second.
-  static __device__ __forceinline__ float add_lanes(float first, float second) {
-    const bool half = threadIdx.x & kHalf;
-    float mine = half ? second : first;
-    mine += __shfl_xor_sync(kAllLanes, half ? first : second, kHalf);
-#pragma unroll
-    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
-      mine += __shfl_xor_sync(kAllLanes, mine, offset);
-    }
-    return mine;
   }
 };
 
