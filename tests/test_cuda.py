@@ -405,7 +405,7 @@ def test_many_rows_for_each_block(
             same["cluster_size"] = request["cluster_size"]
         plan = plan_here("backward", rows, cols, dtype, **request | same)
         if plan["kernel"] != kernel:
-            assert kernel == "elements"  # which aligned rows do not take
+            assert kernel == "elements"  # neither aligned rows nor 16-bit ones in clusters
             continue
         assert plan["blocks"] <= max(request["blocks"], plan["cluster_size"])
         force(**same)
@@ -709,6 +709,8 @@ def test_forced_backward_kernels(
         pytest.skip("only a cluster has a size")
     if kernel != "ring" and cluster_size == GRID:
         pytest.skip("only the ring runs as a whole grid")
+    if "elements" in kernel and cluster_size > 2 and dtype.itemsize == 2:
+        pytest.skip("16-bit rows by column are held by one block")
     if kernel in ("few_rows", "few_elements"):
         weight_grads = "tiles"
     if (kernel, weight_grads) == ("split", "fused"):
@@ -963,6 +965,8 @@ def test_blocks_that_leave_their_partial_sums_together(
         pytest.skip("no cluster has so many blocks")
     if kernel == "elements" and cluster_size == 3:
         pytest.skip("powers of two alone")
+    if kernel == "elements" and cluster_size > 1 and dtype.itemsize == 2:
+        pytest.skip("16-bit rows by column are held by one block")
     common: dict[str, Any] = {"kernel": kernel, "weight_grads": "fused"}
     if cluster_size > 1:
         common["cluster_size"] = cluster_size

@@ -633,7 +633,8 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
             few = rows == 1 and plan["cluster_size"] <= 8
             assert plan["kernel"] == ("few_rows" if few else "ring")
             forced = _C.plan("backward", rows, cols, dtype, kernel="elements", **problem)
-            assert forced["kernel"] == "elements"
+            held = cols <= 8192  # by a block
+            assert forced["kernel"] == ("elements" if held else plan["kernel"])
 
 
 @pytest.mark.parametrize("bandwidth", [4800, 3352])

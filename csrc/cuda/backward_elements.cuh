@@ -449,7 +449,7 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
           .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
                                               tiles);
     }
-    if constexpr (kIs16Bit<X> && kSpan != RingSpan::kCluster) {
+    if constexpr (kIs16Bit<X>) {
       if (plan.bulk_stages > 0) {
         return launch_backward_bulk<X, kSpan, kLanes, kPairs>(p, plan, stream);
       }
@@ -480,8 +480,11 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     };
     const std::integral_constant<int, kWarpSize> whole_warp;
     if (plan.cluster_size > 1) {
-      return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
-                        Pairs());
+      if constexpr (!kIs16Bit<X>) {
+        return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
+                          Pairs());
+      }
+      return cudaErrorInvalidValue;
     }
     if (plan.threads_per_row > kWarpSize) {
       return launch_run(std::integral_constant<RingSpan, RingSpan::kBlock>(), whole_warp, Pairs());

@@ -113,7 +113,6 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p, const
     if (i + ring.stages < share.count) fetch(i + ring.stages, turn.stage);
     turn.advance(ring.stages);
   }
-  __syncwarp();  // as one to the barrier behind
 }
 
 // kAlone: a row has one block, whose warps wait for each other's sums, and in which it stays in
@@ -128,11 +127,12 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
   constexpr int kAhead = 2, kSlots = kAlone ? kPairs : kAhead + 1;
   using Columns = WideColumns<X, kPairs>;
   extern __shared__ __align__(kSectorBytes) unsigned char wide_memory[];
-  __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages];
+  __shared__ uint64_t full[kMostBulkStages], written[kMostBulkStages], finished_storage;
   using AllSums = WideExchange<kAlone>;
   __shared__ typename AllSums::Storage sums_storage;
 
   const BulkBarriers barriers{shared_address(full), shared_address(written)};
+  const unsigned finished = shared_address(&finished_storage);
   const int warp = warp_index(), warps = p.warps;
   const int rank = kAlone ? 0 : cluster_rank() % p.cluster_size;
   const AllSums all_sums(sums_storage, p.cluster_size, rank, warps, warp);
@@ -141,6 +141,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
       init_barrier(barriers.full_of(s), kWarpSize);
       init_barrier(barriers.written_of(s), kWarpSize * warps);
     }
+    init_barrier(finished, kWarpSize * (warps + 1));
     all_sums.init();
     publish_barriers();
   }
@@ -257,8 +258,9 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
       x_place = later_x;
       dy_place = later_dy;
     }
-    meet_group(0, warps + 1);
     if (p.dw_partials == nullptr) return;
+    arrive(finished);
+    wait_barrier<false>(finished, 0);
     float* const staged = reinterpret_cast<float*>(wide_memory) + column - share.from;
     columns.put_sums(dw, staged);
     columns.put_sums(db, staged + width);
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
   constexpr std::false_type kNo;
   if (warp == warps) {
     copy_wide_rows(p, share, ring, barriers, wide_memory);
-    meet_group(0, warps + 1);
+    arrive(finished);
   } else if (!kAlone && !is_in_place(p)) {
     process(kNo, kYes);
   } else if (are_in_words(p, share)) {

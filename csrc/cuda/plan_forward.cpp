@@ -393,10 +393,8 @@ int rows_ahead(const RingShape& shape, const ForwardProblem& problem) {
 //
 // Uneven rows of a 16-bit type are slowed by instructions where memory is fast, and rather in many
 // warps on all multiprocessors: in a grid instead of a cluster of 16 blocks, of which seven run,
-// 447 x 300001 .64 and, by 13 times ten blocks, .78, but on an H100 .91 and .86. And so are, if
-// they are many, those of three and five blocks, which order their sums in the same way there:
-// 65537 .74 and .77, 80001 .72 and .77, 90001 .75 and .75, 140001 .73 and .785; but by four blocks
-// 98001 .78 and .755, by eight and seven 200001 .77 and .74.
+// 447 x 300001 .64 and, by 13 times ten blocks, .78, but on an H100 .91 and .86. (200001 columns by
+// eight .77, in a grid by seven .74.)
 std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64_t chunks,
                                             const DeviceProperties& device,
                                             const PlanRequest& request) {
@@ -409,27 +407,21 @@ std::optional<RingShape> forward_ring_shape(const ForwardProblem& problem, int64
   const bool large = device.large_clusters > 0;
   const bool held = chunks <= most * (large ? kLargeClusterSize : kMaxClusterSize);
   const bool by_memory = size_in_bytes(problem.x_dtype) == 4 || !is_uneven(problem);
-  const bool slowed = is_slowed(problem, device) && !request.cluster_size;
-  const bool rather_grid = slowed || (wide && !request.cluster_size);
+  const bool slowed = is_slowed(problem, device);
+  const bool rather_grid = (slowed || wide) && !request.cluster_size;
   if (asks_for_grid(request) || !held || (rather_grid && chunks > most * kMaxClusterSize)) {
     constexpr int kWideThreads = kMaxWideThreads - kWarpSize;
     const int most_threads = wide ? kWideThreads : kMaxGridThreads;
-    const int threads = wide                         ? kWideThreads
-                        : by_memory                  ? kAheadThreads
-                        : is_slowed(problem, device) ? kTwoAheadThreads
-                                                     : kMaxGridThreads;
+    const int threads = wide        ? kWideThreads
+                        : by_memory ? kAheadThreads
+                        : slowed    ? kTwoAheadThreads
+                                    : kMaxGridThreads;
     const auto grid =
         grid_shape(ceil_div(chunks, in_thread), threads, most_threads, true, device, request);
     if (grid || !held) return grid;
   }
   const int size = forward_ring_size(problem, chunks, most, request);
-  RingShape shape{forward_threads(ceil_div(chunks, size), in_thread), size};
-  const int grid_rows = device.sm_count / size;
-  if (slowed && size > 1 && size % 2 == 1 && device.whole_grids &&
-      grid_rows * size <= kMaxGridBlocks && problem.rows > kFewTurns * grid_rows) {
-    shape.grid_rows = grid_rows;
-  }
-  return shape;
+  return RingShape{forward_threads(ceil_div(chunks, size), in_thread), size};
 }
 
 // Threads that a row in registers alone may have: what an SM holds two or three blocks of (of

@@ -441,8 +441,10 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                         static_cast<int>(kMaxThreadsPerRow / team)};
   }
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;
-  const int most_size = device.large_clusters > 0 ? kLargeClusterSize : kMaxClusterSize;
-  std::optional<ElementShape> found;
+  // 16-bit rows beyond a block are wide ones (see wide_shape), or in the ring.
+  const int most_size = is_16_bit                   ? 1
+                        : device.large_clusters > 0 ? kLargeClusterSize
+                                                    : kMaxClusterSize;
   for (int size = least_size; size <= most_size; size *= 2) {
     int64_t warps = ceil_div(ceil_div(lanes, kWarpSize), size);
     bool busy = false;
@@ -453,17 +455,15 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
       if (busy || most == 0) most = all.most;
     }
     if (most == 0) continue;
-    if (found && (!busy || size > kMaxClusterSize)) continue;
     const int64_t least_busy = stream_warps(problem.x_dtype)[0].busy;
     while (!busy && most / warps * warps < least_busy) ++warps;
     const int64_t columns = columns_of(warps * size * kWarpSize);
     if (columns <= 2 * kLeastElementPairs) break;  // more blocks than have enough to do
-    found = ElementShape{{static_cast<int>(warps * kWarpSize), size},
-                         static_cast<int>(columns),
-                         static_cast<int>(most / warps)};
-    if (busy || asked || !is_16_bit || size < 4 || size == kMaxClusterSize) break;
+    return ElementShape{{static_cast<int>(warps * kWarpSize), size},
+                        static_cast<int>(columns),
+                        static_cast<int>(most / warps)};
   }
-  return found;
+  return std::nullopt;
 }
 
 // By the blocks that promise most, if what they take for a row is as if a lane had some pairs more.
