@@ -480,7 +480,7 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     };
     const std::integral_constant<int, kWarpSize> whole_warp;
     if (plan.cluster_size > 1) {
-      if constexpr (!kIs16Bit<X>) {
+      if constexpr (!kIs16Bit<X>) {  // of which wider rows are in the ring, or by backward_wide
         return launch_run(std::integral_constant<RingSpan, RingSpan::kCluster>(), whole_warp,
                           Pairs());
       }

@@ -259,6 +259,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
       dy_place = later_dy;
     }
     if (p.dw_partials == nullptr) return;
+    // (Not by meet_group, to which the warp that copies would come from another place: synccheck.)
     arrive(finished);
     wait_barrier<false>(finished, 0);
     float* const staged = reinterpret_cast<float*>(wide_memory) + column - share.from;

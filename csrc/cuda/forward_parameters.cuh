@@ -6,9 +6,10 @@
 
 namespace fastnorm::cuda {
 
-// The blocks of a launch that find a place at once begin in turns.
+// The blocks of a launch that find a place at once begin in turns, if there are others; the first
+// of all sends for weight and bias.
 struct FirstBlocks {
-  unsigned blocks = 0;  // none: nobody waits
+  unsigned blocks = 0;  // none: nobody waits, or sends
   unsigned turn = 1;    // blocks that begin together
   unsigned cycles = 0;  // from one turn to the next
 };
@@ -33,7 +34,7 @@ struct ForwardParameters {
   SetMoments<A>* segment_moments;  // [rows, segments]
   int cluster_size;
   int warp_steps, first_longer_warp;  // of kElements, in long rows
-  FirstBlocks first;                  // but of kCluster and kSplit
+  FirstBlocks first;                  // of kCluster one, which sends; not of kSplit
 };
 
 // Of forward_elements.cuh.

@@ -80,7 +80,7 @@ cudaError_t launch_in_turns(void (*kernel)(const ForwardParameters<X, Y, W>), di
                             ForwardParameters<X, Y, W> p, const ForwardPlan& plan,
                             cudaStream_t stream) {
   if (plan.cluster_size > 1) {
-    p.first.blocks = 1;  // sends
+    p.first.blocks = 1;  // no turns
   } else if (kTakesTurns<X>) {
     int resident = 0;
     const cudaError_t error =
