@@ -138,12 +138,14 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
     threads = plan["threads_per_row"]
     if plan["in_grid"]:  # of any size: the same code
         threads = GRID * 32
+    one_block = plan["kernel"] == "elements" and plan["rows_per_block"] == 1
+    wide = direction == "forward" and one_block and plan["bulk_stages"] == 0  # likewise
     return (
         plan["kernel"],
         GRID if plan["in_grid"] else plan["cluster_size"],
         plan["chunks_per_thread"],
         threads if threads <= 32 else next(most for most in MOST_THREADS if threads <= most),
-        plan.get("columns_per_thread"),
+        None if wide else plan.get("columns_per_thread"),
         plan["segments"] > 1,
         plan["vectorized"],
         plan.get("weight_grads"),

@@ -276,11 +276,14 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
     const auto visit_end = [&](int offset, unsigned place, const auto& visit) {
       const int whole =
           (round_down<kChunkBytes>(offset + end_rows * cols * kSize) - offset) / kSize;
-      const int from = own * cols, end_of_run = begin + column + left;
+      const int end_of_run = begin + column + left;
+#pragma unroll
+      for (int r = 0; r < kBulkRows; ++r) {
+        const int from = (own + r) * cols;
 #pragma unroll 1
-      for (int i = max(whole - from, 0) + threadIdx.x % kLanes; i < kBulkRows * cols; i += kLanes) {
-        const int c = i < cols ? i : i - cols;
-        if (c >= begin && c < end_of_run) visit(from + i, place + i * kSize);
+        for (int c = max(whole - from, begin) + threadIdx.x % kLanes; c < end_of_run; c += kLanes) {
+          visit(from + c, place + (r * cols + c) * kSize);
+        }
       }
     };
     BulkTurn turn;

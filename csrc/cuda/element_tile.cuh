@@ -27,11 +27,10 @@ class ElementTile {
   // Whether rows are summed as they are first (see moments.cuh). With more columns in a lane that
   // takes up to 128 registers: on 92 multiprocessors of an H100 66 columns of bfloat16 .715 -> .775
   // of a copy, 257 .845 -> .875, 602 .98 -> 1.00, but 511 .915 -> .91, 769 of float16 .91 -> .89.
-  // One row that is read from shared memory is summed so as well, however long: of a copy on an
-  // H200, 134 MB, by differences and so, 10001 columns of bfloat16 .965 and .98, 14001 .94 and .96.
-  static constexpr bool kSums = kIs16Bit<X> && (kSteps <= 12 || (kRows == 1 && !kHeld));
+  static constexpr bool kSums = kIs16Bit<X> && kSteps <= 12;
   // Chains in which a lane adds up, each of up to 16 columns.
-  static constexpr int kChains = kSteps * kCount > 32 ? 4 : 2;
+  static constexpr int kChains = 2;
+  static_assert(kSteps * kCount <= 16 * kChains);
 
   __device__ __forceinline__ explicit ElementTile(int cols)
       : column_(static_cast<int>(threadIdx.x) % kLanes * kCount), left_(cols - column_) {}
@@ -100,8 +99,8 @@ class ElementTile {
             squares[chain] = fma(delta, delta, squares[chain]);
           }
         }
-        threads[r].sum = sum_chains(sums);
-        threads[r].squares = sum_chains(squares);
+        threads[r].sum = sums[0] + sums[1];
+        threads[r].squares = squares[0] + squares[1];
       }
       merge_threads<kLanes>(others, threads, static_cast<float>(cols), inverse_cols);
     };
@@ -121,7 +120,7 @@ class ElementTile {
             squares[chain] = fma(values[i], values[i], squares[chain]);
           }
         }
-        threads[r] = {sum_chains(sums), sum_chains(squares)};
+        threads[r] = {sums[0] + sums[1], squares[0] + squares[1]};
       }
       merge_sums<kLanes>(sets, threads, inverse_cols, by_differences);
     } else {
@@ -190,72 +189,6 @@ class ElementTile {
     }
   }
 
-  // The same of one row, into the place of x, but up to seven elements before it: what all lanes
-  // have in a step they read before one of them writes. The first `kept` columns, which fall into
-  // the place of other warps, are not put but returned. (By the code of `put`, with a store of its
-  // own, other kernels that hold their rows would take other registers.)
-  template <class W>
-  __device__ __forceinline__ Pack<X, 2> put_before(const SetMoments<float> (&sets)[1],
-                                                   const float (&rstd)[1], const W* weight,
-                                                   const W* bias, int first_column, X* place,
-                                                   int kept) const {
-    const W* const lane_weight = weight + first_column + column_;
-    const W* const lane_bias = bias + first_column + column_;
-    Pack<X, 2> first;
-    const auto put_by = [&](const auto& scale_and_shift) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-        float values[kCount], scale[kCount], shift[kCount];
-        read(0, s, values);
-        scale_and_shift(s, scale, shift);
-        const auto y = [&](int i) {
-          return fma((values[i] - sets[0].mean) * rstd[0], scale[i], shift[i]);
-        };
-        Pack<X, 2> pair = {};
-        pair.set_pair(0, y(0), y(kCount - 1));
-        if (s == 0) first = pair;
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const bool puts = has(s, i) && (s > 0 || column_ + i >= kept);
-          if (puts) place[column_ + s * kStep + i] = pair.element(i);
-        }
-      }
-    };
-    const auto single = [&](int s, float (&scale)[kCount], float (&shift)[kCount]) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int column = s * kStep + i;
-        scale[i] = weight != nullptr && has(s, i) ? widen(lane_weight[column]) : 1.f;
-        shift[i] = bias != nullptr && has(s, i) ? widen(lane_bias[column]) : 0.f;
-      }
-    };
-    const auto addresses = reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(bias);
-    if (weight != nullptr && bias != nullptr && addresses % (kCount * sizeof(W)) == 0) {
-      put_by([&](int s, float (&scale)[kCount], float (&shift)[kCount]) {
-        if (kCount == 1 || !has_whole(s)) return single(s, scale, shift);
-        const auto scales = *reinterpret_cast<const Pack<W, 2>*>(lane_weight + s * kStep);
-        const auto shifts = *reinterpret_cast<const Pack<W, 2>*>(lane_bias + s * kStep);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          scale[i] = scales.template get<float>(i);
-          shift[i] = shifts.template get<float>(i);
-        }
-      });
-    } else {
-      put_by(single);
-    }
-    return first;
-  }
-
-  // Puts what put_before returned.
-  __device__ __forceinline__ void put_kept(X* place, const Pack<X, 2>& first, int kept) const {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (column_ + i < kept) place[column_ + i] = first.element(i);
-    }
-  }
-
  private:
   float values_[kRows][kSteps][kCount];  // if kHeld, and else
   unsigned rows_[kRows];                 // where this lane's columns begin
@@ -285,12 +218,6 @@ class ElementTile {
         if (has(s, i)) values[i] = load_element<X>(mine + i * kSize);
       }
     }
-  }
-
-  static __device__ __forceinline__ float sum_chains(const float (&chains)[kChains]) {
-    float sum = chains[0] + chains[1];
-    if constexpr (kChains == 4) sum += chains[2] + chains[3];
-    return sum;
   }
 
   static __device__ __forceinline__ bool is_paired(int r, int s) {

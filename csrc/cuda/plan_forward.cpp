@@ -152,7 +152,7 @@ void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
 void shape_wide_elements(ForwardPlan& plan, const ForwardProblem& problem, int warps) {
   const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
   plan.threads_per_row = warps * kWarpSize;
-  plan.columns_per_thread = static_cast<int>(ceil_div(steps, int64_t{2} * warps) * 4);
+  plan.columns_per_thread = static_cast<int>(ceil_div(steps, warps) * 2);
   plan.in_bulk = true;
   plan.shared_bytes = wide_row_bytes(problem.cols);
 }
