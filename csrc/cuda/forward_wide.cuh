@@ -227,13 +227,13 @@ struct WideRun {
 };
 
 // Few warps, with many columns in each lane, and many blocks. Of a copy on an H200, 134 MB of
-// bfloat16, in chunks and so, by as many warps as in brackets: 6002 columns .97 and .985 (4), .975
-// (5), .93 (6); 8191 .93 and .99 (5), .98 (6); 10001 .905 and .97 (6), .965 (8); 12289 .92 and .965
-// (8), .90 (10); 16385 .90 and .945 (11), .83 (16); 20001 .84 and .96 (11), .95 (12), .90 (16).
-// With one less than the first of each, or two, all blocks leave the L1 cache too little room for
-// weight and bias (see wide_warps): 8191 .87, 10001 .945, 12289 .84 (6), 16385 .84 (9), 20001 .925
-// (10). Rows of clusters of two to eight such blocks are slow: 16385 .68, 32767 .65, 50257 .65,
-// 65537 .63.
+// bfloat16, in chunks and so (but not yet in loops), by as many warps as in brackets: 6002 columns
+// .97 and .985 (4), .975 (5), .93 (6); 8191 .93 and .99 (5), .98 (6); 10001 .905 and .97 (6), .965
+// (8); 12289 .92 and .965 (8), .90 (10); 16385 .90 and .945 (11), .83 (16); 20001 .84 and .96 (11),
+// .95 (12), .90 (16). With one less than the first of each, or two, all blocks leave the L1 cache
+// too little room for weight and bias (see wide_warps): 8191 .87, 10001 .945, 12289 .84 (6), 16385
+// .84 (9), 20001 .925 (10). Rows of clusters of two to eight such blocks are slow: 16385 .68, 32767
+// .65, 50257 .65, 65537 .63.
 template <class X, class W>
 __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
     forward_wide_elements(const ForwardParameters<X, X, W> p) {

@@ -76,10 +76,13 @@ bool is_tiny_16_bit(const ForwardProblem& problem) {
 }
 
 // The warps of a wide uneven row of a 16-bit type: the fewest with which the blocks that find a
-// place leave the L1 cache room for weight and bias, or none (forward_wide.cuh has the figures). On
-// an H100 this is not measured, nor done.
+// place leave the L1 cache room for weight and bias (forward_wide.cuh has the figures), and one
+// more if those are seven or less: of a copy on an H200, 268 MB of bfloat16, by the fewest and so
+// 6501 columns .985 and .997, 8801 .97 and .977, 10001 .974 and .984, 11501 .96 and .98, 12289 .977
+// and .985, beside float32 parameters 8191 .967 and .988, 9001 .957 and .984; but 13501 (nine) .98
+// and .96, 14001 (nine) .984 and .966. None: wider rows. On an H100 this is not measured, nor done.
 int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
-  constexpr int kLeast = 4, kMost = 13;
+  constexpr int kLeast = 4, kMost = 13, kMore = 7;
   constexpr int kResident = 51;   // warps of 40 registers
   constexpr int kOfBlock = 1280;  // bytes of shared memory beside the row, the system's too
   constexpr int kUnified = 256;   // KB of L1 cache and shared memory
@@ -97,7 +100,9 @@ int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
     if (steps > int64_t{warps} * kMostWideSteps) continue;
     const int64_t bytes = kResident / warps * row;
     for (const int share : kShares) {
-      if (bytes <= share << 10 && parameters <= (kUnified - share - kOthers) << 10) return warps;
+      if (bytes <= share << 10 && parameters <= (kUnified - share - kOthers) << 10) {
+        return warps <= kMore ? warps + 1 : warps;
+      }
     }
   }
   return 0;

@@ -280,31 +280,6 @@ std::array<StreamWarps, 2> stream_warps(DType x_dtype) {
   return {{{kMostCachedThreads / kWarpSize, 10}, {15, 13}}};
 }
 
-// Warps of a 16-bit row that a block copies in bulk (see copies_in_bulk), if the row takes so many
-// steps of a pair of columns in each of 32 lanes: those of five to eight for each warp that were
-// fastest. Rather five than eight, for a turn takes a warp less time then, with as few tiles of a
-// small part of the ring each; but of one group of warps, two rows in each turn, no more warps than
-// have something to do, for the turn takes as long for fewer columns. Of an elementwise sum on an
-// H200, 268 MB of bfloat16, columns in the fewest warps that hold them, or in 14 to 16 of a
-// multiprocessor, and so: 801 .905 and .933 (3), 1057 .904 and .935 (4), 1313 .921 and .93 (5),
-// 1569 .912 and .933 (6), 1697 .906 and .912 (5), 1825 .926 and .929 (7), 2465 .907 and .925 (8),
-// 2785 and 2913 .897, .907 and .918, .93 (8), 3105 .913 and .935 (12), 3297 .909 and .924 (10),
-// 3553 .906 and .931 (13), 4065 .907 and .916 (13), 4193 .913 and .926 (13), 5409 and 5601 .893,
-// .894 and .897, .901 (15). By other numbers of warps up to .15 less: 2081 by eight .82, 2337 by
-// nine .79, 2913 by nine .847, 1761 by six .878, 3425 by 11 .882.
-int64_t bulk_row_warps(int64_t steps) {
-  struct Choice {
-    int64_t most_steps, warps;
-  };
-  constexpr Choice kChoices[] = {{12, 2},  {16, 3},  {20, 4},  {24, 5},  {25, 6},  {28, 5},
-                                 {37, 7},  {40, 8},  {42, 7},  {46, 8},  {48, 10}, {51, 12},
-                                 {54, 10}, {78, 13}, {84, 14}, {90, 15}, {98, 14}};
-  for (const Choice& choice : kChoices) {
-    if (steps <= choice.most_steps) return choice.warps;
-  }
-  return 0;
-}
-
 }  // namespace
 
 int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& problem,
@@ -482,10 +457,17 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
     if (most == 0) continue;
     const int64_t least_busy = stream_warps(problem.x_dtype)[0].busy;
     while (!busy && most / warps * warps < least_busy) ++warps;
-    if (is_16_bit && !has_slow_memory(device)) {
-      const int64_t bulk_warps = bulk_row_warps(ceil_div(problem.cols, int64_t{2} * kWarpSize));
-      if (bulk_warps > 0) warps = bulk_warps;
-    }
+    // Eight for seven, of six or seven pairs in a lane for seven or eight. In bulk (see
+    // copies_in_bulk), of an elementwise sum on an H200, 268 MB of bfloat16, by seven and so: 2721
+    // columns .896 and .914, 2849 .877 and .927, 2977 .912 and .929, 3105 .887 and .922, 3361 .914
+    // and .916, 3425 .878 and .909, 3553 .888 and .898; 3002 .919 and .909; one element off 2801
+    // .86 and .88, 3101 .92 and .89, 3401 .88 and .93. Up to 2657 .90 and .885. (By seven with the
+    // last tile of an odd number of rows as it was, see backward_bulk.) Five pairs, in more warps,
+    // are as good in bulk or better, 801 .905 and .933, 1313 .92 and .93, 4065 .907 and .917, but
+    // not where rows lie elsewhere, or are few: 51000 x 1313, one element off, .945 and .75, 16384
+    // x 4095 .935 and .76, 1024 x 4095 25 and 36 us.
+    constexpr int64_t kLeastOfEight = 2689;
+    if (is_16_bit && warps == 7 && problem.cols >= kLeastOfEight) ++warps;
     const int64_t columns = columns_of(warps * size * kWarpSize);
     if (columns <= 2 * kLeastElementPairs) break;  // more blocks than have enough to do
     return ElementShape{{static_cast<int>(warps * kWarpSize), size},
