@@ -215,8 +215,9 @@ struct WideRun {
   __device__ __forceinline__ void put_kept(unsigned mine, int shift, const Pack<X, 2>& kept) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      if (is_kept(j, shift))
+      if (is_kept(j, shift)) {
         put_element(mine + (j - shift) * static_cast<int>(kSize), kept.element(j));
+      }
     }
   }
 
