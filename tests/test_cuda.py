@@ -1012,6 +1012,11 @@ def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:
     assert outputs[0].equal(check_forward(_narrowed(x), [cols], weight, bias)[0])
     narrowed = check_backward(_narrowed(grad_out), _narrowed(x), [cols], weight, bias)
     assert gradients[0].equal(narrowed[0])
+    mean, rstd = outputs[1:]
+    for mask in ([True, True, False], [True, False, True]):
+        some = ops.layer_norm_backward(grad_out, x, [cols], mean, rstd, weight, bias, 1e-5, mask)
+        for asked, one, of_all in zip(mask, some, gradients, strict=True):
+            assert one.equal(of_all) if asked else one is None
 
 
 @pytest.mark.parametrize(

@@ -140,13 +140,10 @@ void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
       std::min((plan.cluster_size <= 2 ? kFewBytes : kBytes) / stage, kMostBulkStages);
   plan.in_bulk = true;
   plan.shared_bytes = plan.bulk_stages * stage;
-  // Rows of an odd number of columns begin at whole words or do not: those of a block all alike,
-  // for they are an even number of rows apart.
   int64_t clusters = std::max(1, resident_clusters(plan.cluster_size, 1, device));
   if (request.blocks) {
     clusters = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, clusters);
   }
-  if (clusters > 1) clusters = clusters & -2;
   clusters = std::min(clusters, problem.rows);
   plan.blocks = clusters * plan.cluster_size;
   if (problem.rows > kFewTurns * clusters) {

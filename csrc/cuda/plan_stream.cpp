@@ -777,8 +777,7 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return merged == 4 ? resident_clusters(4, 1, device) * 4 : sms / merged * merged;
   }
   const int clusters = streaming_clusters(plan.cluster_size, together, problem, device);
-  // An even number of wide rows apart all that a block has begin at whole words, or none.
-  return (plan.is_wide && clusters > 1 ? clusters & -2 : clusters) * plan.cluster_size;
+  return int64_t{clusters} * plan.cluster_size;
 }
 
 }  // namespace fastnorm::cuda
