@@ -178,7 +178,7 @@ def test_wide_rows_of_the_backward_have_one_order(dtype: str) -> None:
             widest = -(-steps // warps) * warps // blocks * 64
             assert 3 <= plan["bulk_stages"] <= 8
             paced = blocks > 1 and rows > 8 * clusters
-            assert plan["most_ahead"] == (plan["blocks"] // blocks * 3 // 2 if paced else 0)
+            assert plan["most_ahead"] == (clusters * 3 // 2 if paced else 0)
             shared.add(plan["bulk_stages"] * 2 * (2 * widest + 32))
             assert plan["weight_grads"] == ("fused" if dw_db else "none")
         assert len(orders) <= 1
