@@ -485,10 +485,10 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     weight[k] = load(p.weight, 1);
     bias[k] = load(p.bias, 0);
   }
-  // The others are asked for behind the first row's sums, which would wait until all have left: of
-  // a copy on an H200, bfloat16 256 x 65536 .80 and .83, 512 x 32768 .86 and .89, 1024 x 131072
-  // .913 and .92, 4096 x 65536 .961 and .966, float32 1024 x 131072 .954 and .963. (With one row
-  // less ahead of these sums .78, .84, .895, .963, .94.)
+  // Stages that are asked for before the first row is summed, which waited until all had been: of a
+  // copy on an H200, by all and so, bfloat16 256 x 65536 .80 and .83, 512 x 32768 .86 and .89, 1024
+  // x 131072 .913 and .92, 4096 x 65536 .961 and .966, float32 1024 x 131072 .954 and .963. (By one
+  // less .78, .84, .895, .963, .94.)
   constexpr int kFirstStages = kAhead + 1;
   if (!serves) {
 #pragma unroll 1
