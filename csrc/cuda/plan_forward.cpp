@@ -140,8 +140,9 @@ void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
       std::min((plan.cluster_size <= 2 ? kFewBytes : kBytes) / stage, kMostBulkStages);
   plan.in_bulk = true;
   plan.shared_bytes = plan.bulk_stages * stage;
-  // An odd number of them, too, though a block's rows of an odd number of columns then begin at whole
-  // words in turns: 1500 x 98001 bfloat16 162.9 us on an H200 by 14 of eight blocks, 155.3 by 15.
+  // An odd number of them, too, though a block's rows of an odd number of columns then begin at
+  // whole words in turns: 1500 x 98001 bfloat16 162.9 us on an H200 by 14 of eight blocks, 155.3
+  // by 15.
   int64_t clusters = std::max(1, resident_clusters(plan.cluster_size, 1, device));
   if (request.blocks) {
     clusters = std::clamp<int64_t>(*request.blocks / plan.cluster_size, 1, clusters);

@@ -777,8 +777,8 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
     return merged == 4 ? resident_clusters(4, 1, device) * 4 : sms / merged * merged;
   }
   const int clusters = streaming_clusters(plan.cluster_size, together, problem, device);
-  // (An odd number of wide rows apart those of a block begin at whole words in turns, but 2048 x 65537
-  // bfloat16 takes .827 of an elementwise sum on an H200 by 14 clusters of eight, .86 by 15.)
+  // (An odd number of wide rows apart those of a block begin at whole words in turns, but 2048 x
+  // 65537 bfloat16 takes .827 of an elementwise sum on an H200 by 14 clusters of eight, .86 by 15.)
   return int64_t{clusters} * plan.cluster_size;
 }
 
