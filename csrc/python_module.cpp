@@ -75,7 +75,7 @@ cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
                                const std::optional<std::string>& weight_grads,
                                std::optional<int> cluster_size, std::optional<int> merged,
                                std::optional<bool> exchange_warp, std::optional<int> blocks,
-                               std::optional<bool> in_bulk) {
+                               std::optional<bool> in_bulk, std::optional<bool> finish_by_thread) {
   cuda::PlanRequest request;
   if (kernel) request.kernel = find_named("kernel", *kernel, kKernels);
   if (weight_grads) request.weight_grads = find_named("weight_grads", *weight_grads, kWeightGrads);
@@ -84,6 +84,7 @@ cuda::PlanRequest make_request(const std::optional<std::string>& kernel,
   request.exchange_warp = exchange_warp;
   request.blocks = blocks;
   request.in_bulk = in_bulk;
+  request.finish_by_thread = finish_by_thread;
   return request;
 }
 
@@ -108,16 +109,17 @@ py::dict describe_block(const Plan& plan) {
 
 py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const std::string& dtype,
               bool aligned, bool contiguous, bool dx, bool dw_db, bool one_dtype, bool y_as_x,
-              const std::optional<std::string>& dy_dtype, int sm_count, int compute_capability,
-              int large_clusters, bool whole_grids, int memory_bandwidth,
+              const std::optional<std::string>& dy_dtype, bool of_sums_dtype, int sm_count,
+              int compute_capability, int large_clusters, bool whole_grids, int memory_bandwidth,
               const std::optional<std::string>& kernel,
               const std::optional<std::string>& weight_grads, std::optional<int> cluster_size,
               std::optional<int> merged, std::optional<bool> exchange_warp,
-              std::optional<int> blocks, std::optional<bool> in_bulk) {
+              std::optional<int> blocks, std::optional<bool> in_bulk,
+              std::optional<bool> finish_by_thread) {
   const cuda::DeviceProperties device{sm_count, compute_capability, large_clusters, whole_grids,
                                       memory_bandwidth};
-  const cuda::PlanRequest request =
-      make_request(kernel, weight_grads, cluster_size, merged, exchange_warp, blocks, in_bulk);
+  const cuda::PlanRequest request = make_request(kernel, weight_grads, cluster_size, merged,
+                                                 exchange_warp, blocks, in_bulk, finish_by_thread);
   const DType x_dtype = find_named("dtype", dtype, kDtypes);
   if (direction == "forward") {
     const cuda::ForwardPlan plan = inspection::plan_forward(
@@ -138,7 +140,7 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   }
   const cuda::BackwardPlan plan = inspection::plan_backward(
       {rows, cols, x_dtype, dy_dtype ? find_named("dy_dtype", *dy_dtype, kDtypes) : x_dtype,
-       aligned, dx, dw_db, contiguous},
+       aligned, dx, dw_db, contiguous, of_sums_dtype},
       device, request);
   py::dict result = describe_block(plan);
   result["rows_per_warp"] = cuda::rows_per_warp(plan);
@@ -158,6 +160,10 @@ py::dict plan(const std::string& direction, int64_t rows, int64_t cols, const st
   result["column_threads"] = plan.column_threads;
   result["column_rows"] = plan.column_rows;
   result["column_tiles"] = plan.column_tiles;
+  result["sums_are_results"] = plan.sums_are_results;
+  result["finish_threads"] = plan.finish_threads;
+  result["finish_vectors"] = plan.finish_vectors;
+  result["finish_spreads"] = plan.finish_spreads;
   return result;
 }
 
@@ -176,26 +182,28 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan", &fastnorm::plan, py::arg("direction"), py::arg("rows"), py::arg("cols"),
         py::arg("dtype"), py::kw_only(), py::arg("aligned") = true, py::arg("contiguous") = false,
         py::arg("dx") = true, py::arg("dw_db") = true, py::arg("one_dtype") = true,
-        py::arg("y_as_x") = true, py::arg("dy_dtype") = py::none(), py::arg("sm_count") = 132,
+        py::arg("y_as_x") = true, py::arg("dy_dtype") = py::none(),
+        py::arg("of_sums_dtype") = false, py::arg("sm_count") = 132,
         py::arg("compute_capability") = 90, py::arg("large_clusters") = 7,
         py::arg("whole_grids") = true, py::arg("memory_bandwidth") = 4800,
         py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
         py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
         py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
-        py::arg("in_bulk") = py::none(),
+        py::arg("in_bulk") = py::none(), py::arg("finish_by_thread") = py::none(),
         "How a LayerNorm of this size would run on such a GPU. Needs no GPU.");
   m.def(
       "force_plan",
       [](const std::optional<std::string>& kernel, const std::optional<std::string>& weight_grads,
          std::optional<int> cluster_size, std::optional<int> merged,
-         std::optional<bool> exchange_warp, std::optional<int> blocks,
-         std::optional<bool> in_bulk) {
-        fastnorm::inspection::force_cuda_plan(fastnorm::make_request(
-            kernel, weight_grads, cluster_size, merged, exchange_warp, blocks, in_bulk));
+         std::optional<bool> exchange_warp, std::optional<int> blocks, std::optional<bool> in_bulk,
+         std::optional<bool> finish_by_thread) {
+        fastnorm::inspection::force_cuda_plan(
+            fastnorm::make_request(kernel, weight_grads, cluster_size, merged, exchange_warp,
+                                   blocks, in_bulk, finish_by_thread));
       },
       py::kw_only(), py::arg("kernel") = py::none(), py::arg("weight_grads") = py::none(),
       py::arg("cluster_size") = py::none(), py::arg("merged") = py::none(),
       py::arg("exchange_warp") = py::none(), py::arg("blocks") = py::none(),
-      py::arg("in_bulk") = py::none(),
+      py::arg("in_bulk") = py::none(), py::arg("finish_by_thread") = py::none(),
       "For tests: run these kernels from now on wherever they can run; no argument undoes it.");
 }

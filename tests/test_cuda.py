@@ -997,6 +997,35 @@ def test_blocks_that_leave_their_partial_sums_together(
     assert ran >= 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_partial_sums_added_up_by_one_thread_or_by_four(
+    force: Callable[..., None], dtype: torch.dtype
+) -> None:
+    """To the same bits, where blocks of the second kernel would else have rows of four threads."""
+    ran = set()
+    for (rows, cols), weight_grads in itertools.product(
+        ((613, 9000), (613, 20_001), (67, 70_000), (2100, 33_001), (130, 100_001)),
+        ("fused", "columns"),
+    ):
+        request: dict[str, Any] = {"weight_grads": weight_grads}
+        plan = plan_here("backward", rows, cols, dtype, **request)
+        if plan["weight_grads"] != weight_grads or plan["partials"] < 2:
+            continue
+        assert plan["finish_threads"] == 64
+        x, grad_out, weight, bias = _arguments(rows, cols, dtype)
+        for parameters in dict.fromkeys((dtype, accumulation_dtype(dtype))):
+            results = []
+            for by_thread in (True, False):
+                force(finish_by_thread=by_thread, **request)
+                results.append(
+                    check_backward(grad_out, x, [cols], weight.to(parameters), bias.to(parameters))
+                )
+            for one, other in zip(*results, strict=True):
+                assert one.equal(other)
+        ran.add((weight_grads, cols % 4 == 0))
+    assert len(ran) == 4
+
+
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
 @pytest.mark.parametrize("cols", [131_080, 139_265, 262_145, 524_296, 1_000_001, 1_050_000])
 def test_rows_that_no_cluster_holds(cols: int, dtype: torch.dtype) -> None:

@@ -1136,6 +1136,56 @@ def test_sums_over_rows(dtype: str, weight_grads: str | None, gpu: tuple[int, in
 
 
 @pytest.mark.parametrize("dtype", SIZES)
+def test_one_row_of_partial_sums_is_the_result_where_it_can_be(dtype: str) -> None:
+    """Where dw and db have its dtype. Then it takes no workspace, and nothing else changes."""
+    item = max(4, SIZES[dtype])
+    seen = set()
+    for rows, cols in itertools.product(ROWS, COLS):
+        plan = _C.plan("backward", rows, cols, dtype)
+        direct = _C.plan("backward", rows, cols, dtype, of_sums_dtype=True)
+        one = plan["partials"] == 1
+        assert direct["sums_are_results"] == one
+        assert not plan["sums_are_results"]
+        seen.add(one)
+        if one:
+            assert plan["workspace_bytes"] - direct["workspace_bytes"] == 2 * item * cols
+            assert not direct["finish_threads"]
+            changed = ("workspace_bytes", "sums_are_results", "finish_threads", "finish_vectors",
+                       "finish_spreads")  # fmt: skip
+            plan |= {name: direct[name] for name in changed}
+        assert plan == direct, f"{rows} x {cols}"
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+def test_the_second_kernel_has_no_more_blocks_than_it_needs(dtype: str) -> None:
+    """By thread, where partial sums are few and blocks would be many; spread out, where the blocks
+    are so few that two on each multiprocessor are enough.
+    """
+    sm_count, seen = 132, set()
+    for rows, cols in itertools.product(ROWS, (*COLS, 65_537, 300_001, 1_000_000)):
+        plan = _C.plan("backward", rows, cols, dtype, sm_count=sm_count)
+        where = f"{rows} x {cols}: {plan}"
+        if plan["weight_grads"] not in ("fused", "columns"):
+            assert not plan["finish_threads"], where
+            continue
+        vector = 4 if dtype != "float64" and cols % 4 == 0 else 1
+        threads, by_thread = plan["finish_threads"], plan["finish_vectors"] > 0
+        blocks = 2 * -(-cols // (vector * threads))
+        assert threads in (2, 4, 8, 16, 32, 64), where
+        assert threads * vector * max(4, SIZES[dtype]) >= 32, where
+        assert threads == 64 or blocks <= 2 * sm_count, where
+        few = plan["partials"] <= 16
+        assert by_thread == (few and 2 * -(-cols // (vector * 64)) > 6 * sm_count), where
+        if by_thread:
+            several = 2 * -(-cols // (vector * 256)) > 6 * sm_count
+            assert plan["finish_vectors"] == ((4 if vector == 1 else 2) if several else 1), where
+        assert plan["finish_spreads"] == (not by_thread and blocks <= 2 * sm_count), where
+        seen.add((min(plan["finish_vectors"], 2), plan["finish_spreads"]))
+    assert seen == {(0, False), (0, True), (1, False), (2, False)}
+
+
+@pytest.mark.parametrize("dtype", SIZES)
 def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
     for rows, cols in itertools.product(ROWS, COLS):
         without = _C.plan("backward", rows, cols, dtype, dw_db=False)

@@ -112,7 +112,8 @@ def _watched(
 def _workspace(direction: str, x: Tensor, aligned: bool, request: dict[str, Any]) -> int:
     """Bytes."""
     whole = aligned and x.shape[1] * x.element_size() % 16 == 0
-    return plan_here(direction, *x.shape, x.dtype, aligned=whole, **request)["workspace_bytes"]
+    call = {"aligned": whole, "of_sums_dtype": x.element_size() >= 4, **request}
+    return plan_here(direction, *x.shape, x.dtype, **call)["workspace_bytes"]
 
 
 def _run(

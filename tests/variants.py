@@ -65,6 +65,12 @@ MERGED: list[dict[str, Any]] = [
     for kernel in ("ring", "elements")
     for request in ({"merged": 2}, {"merged": 4}, {"cluster_size": 2, "merged": 2})
 ]
+# Partial sums that a thread adds up, as it does of wide rows, or four.
+FINISH: list[dict[str, Any]] = [
+    {"weight_grads": weight_grads, "finish_by_thread": by_thread}
+    for weight_grads in ("fused", "columns")
+    for by_thread in (True, False)
+]
 # Few blocks with many rows each, so that places in shared memory are written anew again and again.
 # Rows that a block holds, several side by side; a cluster; a cluster without a warp of its own for
 # the exchange of sums. (A grid has many rows anyhow.)
@@ -158,6 +164,7 @@ def _plan(direction: str, rows: int, cols: int, call: dict[str, Any]) -> tuple[A
         plan.get("most_ahead", 0) > 0,
         plan.get("in_bulk"),
         plan.get("bulk_stages", 0) > 0,
+        plan.get("finish_vectors"),
         direction == "forward" and plan["exchange_warp"],  # (in the backward in most widths anyway)
     )
 
@@ -382,6 +389,11 @@ def calls(device: Device) -> Iterator[Call]:
                     yield replace(call, rows=43, request=grid)
                     if not aligned:
                         yield replace(call, request=(*eights, ("exchange_warp", True)))
+            for cols, request in itertools.product((1000, 1001), FINISH):
+                items = tuple(request.items())
+                yield Call("backward", 613, cols, dtype, dtype, dtype, aligned, items)
+            for cols in (110_001, 420_000):  # by threads of several columns, or vectors of them
+                yield Call("backward", 2, cols, dtype, dtype, dtype, aligned, ())
             for (rows, cols), request in itertools.product(
                 ((613, 1000), (37, 264), (37, 261), (11, 1000), (11, 1001), (5, 4104), (5, 4097)),
                 MERGED,

@@ -67,6 +67,12 @@ void unify_parameters(ForwardCall& call) {
   args.weight_dtype = args.bias_dtype = DType::kFloat32;
 }
 
+bool are_of_sums_dtype(const BackwardArgs& args) {
+  const DType sums = accumulation_dtype(args.x_dtype);
+  return args.dw != nullptr && args.db != nullptr && args.weight_dtype == sums &&
+         args.bias_dtype == sums;
+}
+
 bool has_one_dtype(const ForwardArgs& args) {
   return args.y_dtype == args.x_dtype &&
          (args.weight == nullptr || args.weight_dtype == args.x_dtype) &&
@@ -109,7 +115,8 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
     run(input, [&](const cuda::DeviceProperties& device, auto launch) {
       const cuda::BackwardPlan plan = cuda::plan_backward(
           {args.rows, args.cols, args.x_dtype, args.dy_dtype, cuda::is_aligned(args),
-           args.dx != nullptr, args.dw != nullptr || args.db != nullptr, cuda::is_contiguous(args)},
+           args.dx != nullptr, args.dw != nullptr || args.db != nullptr, cuda::is_contiguous(args),
+           are_of_sums_dtype(args)},
           device, forced_plan());
       return launch(cuda::backward, args, plan);
     });

@@ -47,8 +47,8 @@ static_assert(kBackwardChunks<BFloat16> == backward_chunks(DType::kBFloat16));
 static_assert(kBackwardChunks<float> == backward_chunks(DType::kFloat32));
 static_assert(kBackwardChunks<double> == backward_chunks(DType::kFloat64));
 
-// A thread's columns of one row: x, dy and the weight.
-template <class X, class DY, class W, bool kVectorized>
+// A thread's columns of one row of x and dy. `weight(k)`, here and below: those of chunk k.
+template <class X, class DY, bool kVectorized>
 struct BackwardTile {
   using A = Accumulator<X>;
   static constexpr int kChunks = kBackwardChunks<X>;
@@ -57,33 +57,29 @@ struct BackwardTile {
 
   Tile<X, kChunks, kColumns> x;
   Tile<DY, kChunks, kColumns> dy;
-  Tile<W, kChunks, kColumns> weight;
-  bool weighted;
-
-  __device__ __forceinline__ void load_weight(const W* source, const RowShare& share) {
-    weighted = source != nullptr;
-    weight.load(source, share);
-  }
 
   __device__ __forceinline__ A xhat(int k, int i, A mean, A rstd) const {
     return (x.template get<A>(k, i) - mean) * rstd;
   }
 
   // dy * weight
-  __device__ __forceinline__ A wdy(int k, int i) const {
-    const A value = dy.template get<A>(k, i);
-    return weighted ? value * weight.template get<A>(k, i) : value;
+  template <class W>
+  __device__ __forceinline__ A wdy(int k, int i, const Pack<W, kColumns>& weight) const {
+    return dy.template get<A>(k, i) * weight.template get<A>(i);
   }
 
   // The sums over this thread's columns; those that do not exist add nothing.
-  __device__ __forceinline__ Sums<A> sums(const RowShare& share, A mean, A rstd) const {
+  template <class Weight>
+  __device__ __forceinline__ Sums<A> sums(const RowShare& share, A mean, A rstd,
+                                          const Weight& weight) const {
     Sums<A> sums;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
+      const auto weights = weight(k);
       Sums<A> chunk;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) {
-        const A g = wdy(k, i);
+        const A g = wdy(k, i, weights);
         // Zero minus the mean, times rstd, may be infinite.
         const bool exists = kVectorized ? share.left(k) > 0 : i < share.left(k);
         chunk.xhat_wdy = fma(exists ? xhat(k, i, mean, rstd) : A(0), g, chunk.xhat_wdy);
@@ -94,23 +90,37 @@ struct BackwardTile {
     return sums;
   }
 
-  // dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy))
+  // dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy)). `amid(k)`: what is done with chunk k
+  // besides.
+  template <class Weight, class Amid>
   __device__ __forceinline__ Tile<X, kChunks, kColumns> dx(A mean, A rstd, const Sums<A>& sums,
-                                                           A cols) const {
+                                                           A cols, const Weight& weight,
+                                                           const Amid& amid) const {
     const A c1 = sums.xhat_wdy / cols;
     const A c2 = sums.wdy / cols;
     Tile<X, kChunks, kColumns> out;
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
+      const auto weights = weight(k);
       const auto value = [&](int i) {
-        return rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i) - c2);
+        return rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i, weights) - c2);
       };
 #pragma unroll
       for (int i = 0; i < kColumns; i += 2) out.chunks[k].set_pair(i, value(i), value(i + 1));
+      amid(k);
     }
     return out;
   }
 };
+
+// Chunk k of the weight; ones where there is none.
+template <bool kVectorized, class W, class RowShare>
+__device__ __forceinline__ auto load_weight_chunk(const W* weight, const RowShare& share, int k) {
+  constexpr int kColumns = RowShare::kColumns;
+  return weight == nullptr
+             ? fill_pack<W, kColumns>(1)
+             : load_pack<kVectorized, W, kColumns>(weight + share.column(k), share.left(k));
+}
 
 // Running dw and db of a thread's columns.
 template <class X>
@@ -122,15 +132,12 @@ struct WeightGradTile {
   A db[kChunks][kColumns] = {};
 
   template <class BackwardTile>
-  __device__ __forceinline__ void add(const BackwardTile& tile, A mean, A rstd) {
+  __device__ __forceinline__ void add(const BackwardTile& tile, int k, A mean, A rstd) {
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const A dy = tile.dy.template get<A>(k, i);
-        dw[k][i] = fma(dy, tile.xhat(k, i, mean, rstd), dw[k][i]);
-        db[k][i] += dy;
-      }
+    for (int i = 0; i < kColumns; ++i) {
+      const A dy = tile.dy.template get<A>(k, i);
+      dw[k][i] = fma(dy, tile.xhat(k, i, mean, rstd), dw[k][i]);
+      db[k][i] += dy;
     }
   }
 };
@@ -177,8 +184,17 @@ __device__ __forceinline__ void store_partials(
   }
 }
 
+// Whether the weight is in shared memory. Of rows that are not aligned, and of float64, registers
+// spilled 4 to 76 bytes for it beside dw and db; otherwise it is as well off in them, dx alone of
+// 16384 x 4096 float64 418 us on an H200 so, 413 us in registers. With it, and dw and db added to
+// along with dx instead of behind it: float64 8192 x 8191 770 -> 717 us, 300000 x 33 93 -> 87,
+// float32 beside a bfloat16 dy 32768 x 2047 319 -> 304.
+template <class X, bool kWeightGrads, bool kVectorized>
+constexpr bool kStagesWeight = kWeightGrads && (!kVectorized || std::is_same_v<X, double>);
+
+// For one block on a multiprocessor: else ptxas may keep to 64 registers, and spill for it.
 template <class X, class DY, class W, bool kWeightGrads, bool kCluster, bool kVectorized>
-__global__ void __launch_bounds__(kMaxThreadsPerRow)
+__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
     backward_rows(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -192,8 +208,35 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols, blockDim.x);
   const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
                                     piece.cols};
-  BackwardTile<X, DY, W, kVectorized> tile;
-  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + piece.begin, share);
+  using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
+  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
+  // In shared memory: the weight, where registers have no room for it; behind it what several rows
+  // of a block pass on their way out; when all rows are done, partial sums.
+  using WeightPack = Pack<W, kColumns>;
+  constexpr bool kStages = kStagesWeight<X, kWeightGrads, kVectorized>;
+  constexpr int kPackBytes = kStages ? sizeof(WeightPack) : 0;
+  constexpr int kShortRowsBegin = kMaxSharedBlock * kChunks * kPackBytes;
+  constexpr int kShortRowsEnd =
+      kShortRowsBegin +
+      kMaxSharedBlock / kWarpSize * static_cast<int>(sizeof(typename ShortRowWriter::Storage));
+  constexpr int kWeightBytes = kMaxThreadsPerRow * kChunks * kPackBytes;
+  constexpr int kSumsBytes =
+      kWeightGrads ? kMaxSharedBlock * kChunks * kColumns * static_cast<int>(sizeof(A)) : 0;
+  constexpr int kBytes = std::max({kWeightBytes, kShortRowsEnd, kSumsBytes, kChunkBytes});
+  __shared__ uint4 memory[kBytes / kChunkBytes];
+  __shared__ typename Writer::Storage writer_storage;
+  const int threads = kCluster ? kMaxThreadsPerRow : blockDim.x * blockDim.y;
+  auto* const staged =
+      reinterpret_cast<WeightPack*>(memory) + threadIdx.y * blockDim.x + threadIdx.x;
+  WeightPack held[kChunks];
+#pragma unroll
+  for (int k = 0; k < kChunks; ++k) {
+    held[k] = load_weight_chunk<kVectorized>(p.weight == nullptr ? nullptr : p.weight + piece.begin,
+                                             share, k);
+    if constexpr (kStages) staged[k * threads] = held[k];
+  }
+  const auto weight = [&](int k) { return kStages ? staged[k * threads] : held[k]; };
+  BackwardTile<X, DY, kVectorized> tile;
   WeightGradTile<X> weight_grads;
 
   // Rows have whole warps, several of them, or share a warp.
@@ -201,15 +244,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
   const int lanes = several_warps ? kWarpSize : blockDim.x;
   const int teams = kWarpSize / lanes;
   const int team = several_warps ? 0 : threadIdx.y % teams;
-  using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
-  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
-  __shared__ union {
-    typename Writer::Storage long_rows;
-    typename ShortRowWriter::Storage short_rows[kMaxSharedBlock / kWarpSize];
-  } writers;
-  const Writer writer{writers.long_rows};
-  const ShortRowWriter short_row_writer{writers.short_rows[several_warps ? 0 : threadIdx.y / teams],
-                                        p.dx, p.rows, teams, team};
+  const Writer writer{writer_storage};
+  auto* const short_rows =
+      reinterpret_cast<typename ShortRowWriter::Storage*>(memory + kShortRowsBegin / kChunkBytes);
+  const ShortRowWriter short_row_writer{short_rows[several_warps ? 0 : threadIdx.y / teams], p.dx,
+                                        p.rows, teams, team};
 
   // Every thread of a block takes part in every turn: the reduction has a barrier.
   for (int64_t first = group * blockDim.y; first < p.rows; first += groups * blockDim.y) {
@@ -226,21 +265,20 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     }
     const A mean = active ? p.mean[row] : A(0);
     const A rstd = active ? p.rstd[row] : A(0);
-    Sums<A> sums = sum_lanes(tile.sums(share, mean, rstd), lanes);
+    Sums<A> sums = sum_lanes(tile.sums(share, mean, rstd, weight), lanes);
     if (several_warps) sums = reducer.reduce(sums);
-    const auto dx = tile.dx(mean, rstd, sums, static_cast<A>(p.cols));
+    const auto dx = tile.dx(mean, rstd, sums, static_cast<A>(p.cols), weight, [&](int k) {
+      if constexpr (kWeightGrads) weight_grads.add(tile, k, mean, rstd);
+    });
     const auto dx_chunk = [&](int k) { return dx.chunks[k]; };
     if (several_warps) {
       writer.write(p.dx + row * p.cols + piece.begin, active, share, dx_chunk);
     } else {
       short_row_writer.write(row - team, share, dx_chunk);
     }
-    if constexpr (kWeightGrads) {
-      if (active) weight_grads.add(tile, mean, rstd);
-    }
   }
   if constexpr (kWeightGrads) {
-    __shared__ A staging[kMaxThreadsPerRow * kChunks * kColumns / 2];
+    auto* const staging = reinterpret_cast<A*>(memory);
     const int64_t offset = group * p.cols + piece.begin;
     store_partials<X, kVectorized>(weight_grads.dw, share, staging, p.dw_partials + offset);
     store_partials<X, kVectorized>(weight_grads.db, share, staging, p.db_partials + offset);
@@ -255,12 +293,15 @@ __global__ void __launch_bounds__(kSegmentThreads)
   __shared__ typename Reducer::Storage storage;
   Reducer reducer(storage, kSegmentThreads, 1);
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
-  BackwardTile<X, DY, W, kVectorized> tile;
-  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
+  const W* const weights = p.weight == nullptr ? nullptr : p.weight + segment.begin;
+  const auto weight = [&](int k) {
+    return load_weight_chunk<kVectorized>(weights, segment.share, k);
+  };
+  BackwardTile<X, DY, kVectorized> tile;
   tile.x.load_by_warps(p.x + segment.row * p.x_row_stride + segment.begin, segment.share, p.x_end);
   tile.dy.load_by_warps(p.dy + segment.row * p.dy_row_stride + segment.begin, segment.share,
                         p.dy_end);
-  const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row]);
+  const Sums<A> mine = tile.sums(segment.share, p.mean[segment.row], p.rstd[segment.row], weight);
   const Sums<A> sums = reducer.reduce(sum_lanes(mine, kWarpSize));
   if (threadIdx.x == 0) p.segment_sums[blockIdx.x] = sums;
 }
@@ -272,13 +313,17 @@ __global__ void __launch_bounds__(kSegmentThreads)
   const Segment<X, kBackwardChunks<X>, kVectorized> segment(p.cols, p.segments);
   // The last rows first, of which x and dy may still be in the L2 cache.
   const int64_t row = p.rows - 1 - segment.row;
-  BackwardTile<X, DY, W, kVectorized> tile;
-  tile.load_weight(p.weight == nullptr ? nullptr : p.weight + segment.begin, segment.share);
+  const W* const weights = p.weight == nullptr ? nullptr : p.weight + segment.begin;
+  const auto weight = [&](int k) {
+    return load_weight_chunk<kVectorized>(weights, segment.share, k);
+  };
+  BackwardTile<X, DY, kVectorized> tile;
   tile.x.load_by_warps(p.x + row * p.x_row_stride + segment.begin, segment.share, p.x_end);
   tile.dy.load_by_warps(p.dy + row * p.dy_row_stride + segment.begin, segment.share, p.dy_end);
   const Sums<A> sums =
       reduce_array(p.segment_sums + row * p.segments, static_cast<int>(p.segments));
-  const auto dx = tile.dx(p.mean[row], p.rstd[row], sums, static_cast<A>(p.cols));
+  const auto dx =
+      tile.dx(p.mean[row], p.rstd[row], sums, static_cast<A>(p.cols), weight, [](int) {});
   using Writer = RowWriter<X, kBackwardChunks<X>, kChunkColumns<X>, kVectorized>;
   __shared__ typename Writer::Storage writer_storage;
   const Writer writer{writer_storage};
@@ -450,10 +495,13 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
                         cudaStream_t stream) {
   using A = Accumulator<X>;
   uint4* const exchange = static_cast<uint4*>(workspace);
-  A* const dw_partials =
+  A* const behind =
       reinterpret_cast<A*>(exchange + (plan.in_grid ? plan.blocks * kGridExchanges : 0));
-  A* const db_partials = dw_partials + plan.partials * args.cols;
-  Sums<A>* const segment_sums = reinterpret_cast<Sums<A>*>(db_partials + plan.partials * args.cols);
+  const bool direct = plan.sums_are_results;
+  const int64_t partial_sums = direct ? 0 : plan.partials * args.cols;
+  A* const dw_partials = direct ? static_cast<A*>(args.dw) : behind;
+  A* const db_partials = direct ? static_cast<A*>(args.db) : behind + partial_sums;
+  Sums<A>* const segment_sums = reinterpret_cast<Sums<A>*>(behind + 2 * partial_sums);
   return visit_other<X>(args.dy_dtype, [&](auto dy_type) {
     using DY = typename decltype(dy_type)::type;
     cudaError_t error = cudaSuccess;
@@ -500,6 +548,7 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
       error = launch_column_sums<X, DY>(args, plan, dw_partials, db_partials, stream);
       if (error != cudaSuccess) return error;
     }
+    if (direct) return cudaSuccess;
     return launch_finish_weight_grads<A>(args, plan, dw_partials, db_partials, stream);
   });
 }

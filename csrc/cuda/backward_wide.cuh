@@ -12,7 +12,6 @@
 #pragma once
 
 #include "backward_parameters.cuh"
-#include "pace.cuh"
 #include "partial_sums.cuh"
 #include "row_sums.cuh"
 #include "wide_stream.cuh"
@@ -90,29 +89,18 @@ __device__ __forceinline__ void copy_wide_rows(const RingParameters<X>& p, const
   };
 
   const bool in_place = is_in_place(p);
-  __shared__ unsigned pace_start;
-  const bool keeps = p.most_ahead > 0 && lane == 0 && cluster_rank() % p.cluster_size == 0;
-  Pace<1> pace(pace_start, keeps, static_cast<int>(share.step), p.most_ahead,
-               pause_of_wide_rows<X, 3>(p));
-  for (int s = 0; s < min(ring.stages, share.count); ++s) fetch(s, s);
-  BulkTurn turn;
-  for (int i = 0; i < share.count; ++i) {
-    wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
-    if (in_place) {
-      const WideParts<X> parts(p, share, share.row(i));
-      const X* const x = reinterpret_cast<const X*>(ring.x_of(memory, turn.stage));
-      const X* const dx = x + (parts.x.begin - parts.dx.begin);
-      const Granules whole = parts.dx.granules();
-      if (lane == 0) parts.dx.copy_out(dx, whole);
-      parts.dx.copy_ends(parts.dx.sector, dx, whole, lane);
-      publish_to_copies();  // the ends have been read, too
-    }
-    pace.keep(i + 1);
-    if (lane == 0) wait_bulk_reads();
-    __syncwarp();
-    if (i + ring.stages < share.count) fetch(i + ring.stages, turn.stage);
-    turn.advance(ring.stages);
-  }
+  const auto send = [&](int i, int s) {
+    if (!in_place) return;
+    const WideParts<X> parts(p, share, share.row(i));
+    const X* const x = reinterpret_cast<const X*>(ring.x_of(memory, s));
+    const X* const dx = x + (parts.x.begin - parts.dx.begin);
+    const Granules whole = parts.dx.granules();
+    if (lane == 0) parts.dx.copy_out(dx, whole);
+    parts.dx.copy_ends(parts.dx.sector, dx, whole, lane);
+    publish_to_copies();  // the ends have been read, too
+  };
+  copy_in_turns(p, share, barriers, ring.stages, pause_of_wide_rows<X, 3>(p), fetch, send,
+                [](int) {});
 }
 
 // kAlone: a row has one block, whose warps wait for each other's sums, and in which it stays in

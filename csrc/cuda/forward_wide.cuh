@@ -104,6 +104,23 @@ struct WideRun {
     }
   }
 
+  // visitor(chain, value, exists), of this lane's columns, group by group, and those beside them in
+  // the last step.
+  template <bool kPaired, int kGroup, class Visitor>
+  __device__ __forceinline__ void visit_columns(unsigned mine, const Visitor& visitor) const {
+    visit<kGroup>([&](int s, auto group, auto all) {
+      Pack<X, 2> pairs[decltype(group)::value];
+      load<kPaired>(pairs, mine, s, all);
+#pragma unroll
+      for (int i = 0; i < decltype(group)::value; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          visitor((2 * i + j) % kChains, pairs[i].template get<float>(j), has(all, s + i, j));
+        }
+      }
+    });
+  }
+
   static __device__ __forceinline__ float sum_of(const Chains& chains) {
     return (chains[0] + chains[1]) + (chains[2] + chains[3]);
   }
@@ -113,20 +130,9 @@ struct WideRun {
   template <bool kPaired>
   __device__ __forceinline__ ThreadSums<float> sums(unsigned mine) const {
     Chains sums = {}, squares = {};
-    visit<8>([&](int s, auto group, auto all) {
-      constexpr int kGroup = decltype(group)::value;
-      Pack<X, 2> pairs[kGroup];
-      load<kPaired>(pairs, mine, s, all);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int chain = (2 * i + j) % kChains;
-          const float value = pairs[i].template get<float>(j);
-          sums[chain] += value;
-          squares[chain] = fma(value, value, squares[chain]);
-        }
-      }
+    visit_columns<kPaired, 8>(mine, [&](int chain, float value, bool) {
+      sums[chain] += value;
+      squares[chain] = fma(value, value, squares[chain]);
     });
     return {sum_of(sums), sum_of(squares)};
   }
@@ -143,21 +149,10 @@ struct WideRun {
     for (int i = 0; i < kFirst; ++i) first[i] = firsts[i / 2].template get<float>(i % 2);
     const float reference = reference_point(tree_mean(first));
     Chains sums = {}, squares = {};
-    visit<4>([&](int s, auto group, auto all) {
-      constexpr int kGroup = decltype(group)::value;
-      Pack<X, 2> pairs[kGroup];
-      load<kPaired>(pairs, mine, s, all);
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int chain = (2 * i + j) % kChains;
-          const float difference = pairs[i].template get<float>(j) - reference;
-          const float delta = has(all, s + i, j) ? difference : 0.f;
-          sums[chain] = fma(delta, Moments::kShare, sums[chain]);
-          squares[chain] = fma(delta, delta, squares[chain]);
-        }
-      }
+    visit_columns<kPaired, 4>(mine, [&](int chain, float value, bool exists) {
+      const float delta = exists ? value - reference : 0.f;
+      sums[chain] = fma(delta, Moments::kShare, sums[chain]);
+      squares[chain] = fma(delta, delta, squares[chain]);
     });
     const int count = left / kStep * 2 + min(2, max(0, left % kStep));
     const Moments thread{reference, sum_of(sums), sum_of(squares), static_cast<float>(count)};

@@ -16,7 +16,6 @@
 
 #include "forward_parameters.cuh"
 #include "launch.cuh"
-#include "pace.cuh"
 #include "wide_stream.cuh"
 
 namespace fastnorm::cuda {
@@ -94,29 +93,19 @@ __device__ __forceinline__ void copy_wide_rows(const WideForward<X>& p, const Wi
     }
   };
 
-  __shared__ unsigned pace_start;
-  const bool keeps = p.most_ahead > 0 && lane == 0 && cluster_rank() % p.cluster_size == 0;
-  Pace<1> pace(pace_start, keeps, static_cast<int>(share.step), p.most_ahead,
-               pause_of_wide_rows<X, 2>(p));
-  for (int s = 0; s < min(p.stages, share.count); ++s) fetch(s, s);
-  BulkTurn turn;
-  for (int i = 0; i < share.count; ++i) {
-    wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
+  const auto send = [&](int i, int s) {
     const WideForwardParts<X> parts(p, share, share.row(i));
-    const int output = i % kWideOutputs;
-    const X* const y = in_place ? stage_of(turn.stage) + (parts.x.begin - parts.y.begin)
-                                : stage_of(p.stages + output);
+    const X* const y = in_place ? stage_of(s) + (parts.x.begin - parts.y.begin)
+                                : stage_of(p.stages + i % kWideOutputs);
     const Granules whole = parts.y.granules();
     if (lane == 0) parts.y.copy_out(y, whole);
     parts.y.copy_ends(parts.y.sector, y, whole, lane);
     publish_to_copies();  // the ends have been read, too
-    pace.keep(i + 1);
-    if (lane == 0) wait_bulk_reads();
-    __syncwarp();
-    if (!in_place) arrive(left + output * static_cast<unsigned>(sizeof(uint64_t)));
-    if (i + p.stages < share.count) fetch(i + p.stages, turn.stage);
-    turn.advance(p.stages);
-  }
+  };
+  copy_in_turns(p, share, barriers, p.stages, pause_of_wide_rows<X, 2>(p), fetch, send, [&](int i) {
+    constexpr auto kBytes = static_cast<unsigned>(sizeof(uint64_t));
+    if (!in_place) arrive(left + i % kWideOutputs * kBytes);
+  });
   __syncwarp();  // as one to the barrier behind
 }
 

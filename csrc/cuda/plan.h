@@ -88,6 +88,8 @@ constexpr int kMaxGridBlocks = 160;      // that hold a row together in a grid t
 constexpr int kGridExchanges = 8;        // rows whose sums may be on their way between its blocks
 constexpr int kShortRowThreads = 64;     // the block of kShortRows
 constexpr int kMaxSharedBlock = 256;     // a block of the backward that several rows share
+constexpr int kFinishThreads = 256;      // a block of the backward's second kernel
+constexpr int kMostFinishThreads = 64;   // of those, side by side
 constexpr int kMaxRingThreads = 640;     // the largest block of kRing
 constexpr int kMostCachedThreads = 384;  // of float32, whose stages leave the L1 cache enough room
 constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles: at least
@@ -290,8 +292,14 @@ struct BackwardPlan {
   int column_threads = 0;
   int column_rows = 0;
   int64_t column_tiles = 0;
+  // The second kernel, which adds up partial sums. There is none where the one row of them is dw
+  // and db. Else a block has so many threads side by side, and the others take partial sums in
+  // turn; or each thread adds up all that there are of so many vectors of columns.
+  bool sums_are_results = false;
+  int finish_threads = 0;
+  int finish_vectors = 0;
+  bool finish_spreads = false;  // no more than two of its blocks on a multiprocessor
   int64_t workspace_bytes = 0;
-  int sm_count = 1;               // of the device
   bool overlap_launches = false;  // whether a kernel can start before the one before it has ended
   bool is_wide = false;           // kElements: a block has one row at a time, copied in bulk
 };
@@ -312,6 +320,13 @@ constexpr int block_threads(const BackwardPlan& plan) {
   const int lanes = plan.threads_per_row;
   return plan.rows_per_block / together * (together > 1 && lanes < kWarpSize ? kWarpSize : lanes);
 }
+
+// Columns of partial sums that a thread of the backward's second kernel reads at once; and how many
+// such vectors it may have.
+constexpr int finish_vector(DType accumulator, int64_t cols) {
+  return accumulator == DType::kFloat32 && cols % 4 == 0 ? 4 : 1;
+}
+constexpr int most_finish_vectors(int64_t vector) { return vector == 1 ? 4 : 2; }
 
 // The most columns of a row that a block has, whose warps have steps of 2 * kWarpSize columns each.
 constexpr int64_t wide_block_columns(const BackwardPlan& plan, int64_t cols) {
@@ -347,6 +362,7 @@ struct BackwardProblem {
   // Rows of x, dy and dx, and mean and rstd, lie one behind the other, from a multiple of 16 bytes
   // on.
   bool contiguous = false;
+  bool of_sums_dtype = false;  // dw and db are both asked for, in the dtype that they are summed in
 };
 
 // What a test may force; empty fields are chosen, and so is a kernel that cannot run rows of this
@@ -359,7 +375,8 @@ struct PlanRequest {
   std::optional<bool> exchange_warp;  // of clusters of kRing
   // No more of those that stay for many rows, of kRing and kElements, but in a grid.
   std::optional<int> blocks;
-  std::optional<bool> in_bulk;  // forward: rows that may be, however many there are
+  std::optional<bool> in_bulk;           // forward: rows that may be, however many there are
+  std::optional<bool> finish_by_thread;  // backward
 };
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& device,

@@ -300,8 +300,8 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
                 stream)(kernel, p);
 }
 
-// Adds up the `partials` rows of partial sums and writes dw and db, each in its own dtype, where
-// they are asked for.
+// Of the kernels that add up the `partials` rows of partial sums and write dw and db, each in its
+// own dtype, where they are asked for.
 template <class A>
 struct FinishParameters {
   int64_t cols;
@@ -311,24 +311,20 @@ struct FinishParameters {
   void* dw;
   void* db;
   DType dw_dtype, db_dtype;
-  int sm_count;
-  bool overlap;  // start while the kernel before runs
 };
 
-constexpr int kFinishThreads = 256;
-
-// The kernels of weight_grads.cu, one per accumulation type.
+// Launches one of those, of weight_grads.cu.
 template <class A>
-cudaError_t finish_weight_grads(const FinishParameters<A>& p, cudaStream_t stream);
+cudaError_t finish_weight_grads(const FinishParameters<A>& p, const BackwardPlan& plan,
+                                cudaStream_t stream);
 
 template <class A>
 cudaError_t launch_finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
                                        const A* dw_partials, const A* db_partials,
                                        cudaStream_t stream) {
-  return finish_weight_grads<A>(
-      {args.cols, plan.partials, dw_partials, db_partials, args.dw, args.db, args.weight_dtype,
-       args.bias_dtype, plan.sm_count, plan.overlap_launches},
-      stream);
+  return finish_weight_grads<A>({args.cols, plan.partials, dw_partials, db_partials, args.dw,
+                                 args.db, args.weight_dtype, args.bias_dtype},
+                                plan, stream);
 }
 
 }  // namespace fastnorm::cuda

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bulk_ring.cuh"
+#include "pace.cuh"
 #include "reduce.cuh"
 #include "warp_runs.cuh"
 #include "wide_row.cuh"
@@ -33,6 +34,32 @@ struct WideShare {
         to(begin_of_warp_run(p, (rank + 1) * warps)) {}
   __device__ __forceinline__ int64_t row(int i) const { return first + i * step; }
 };
+
+// What the warp that copies does for a block's rows. fetch(i, stage) asks for row i, of a tensor or
+// of two; send(i, stage) writes what the others have made of it, with its ends read; left(i) says
+// that this has been read.
+template <class Parameters, class Fetch, class Send, class Left>
+__device__ __forceinline__ void copy_in_turns(const Parameters& p, const WideShare& share,
+                                              const BulkBarriers& barriers, int stages, int pause,
+                                              const Fetch& fetch, const Send& send,
+                                              const Left& left) {
+  const int lane = threadIdx.x % kWarpSize;
+  __shared__ unsigned pace_start;
+  const bool keeps = p.most_ahead > 0 && lane == 0 && cluster_rank() % p.cluster_size == 0;
+  Pace<1> pace(pace_start, keeps, static_cast<int>(share.step), p.most_ahead, pause);
+  for (int s = 0; s < min(stages, share.count); ++s) fetch(s, s);
+  BulkTurn turn;
+  for (int i = 0; i < share.count; ++i) {
+    wait_barrier<false>(barriers.written_of(turn.stage), turn.parity);
+    send(i, turn.stage);
+    pace.keep(i + 1);
+    if (lane == 0) wait_bulk_reads();
+    __syncwarp();
+    left(i);
+    if (i + stages < share.count) fetch(i + stages, turn.stage);
+    turn.advance(stages);
+  }
+}
 
 // The sums of rows over the warps of a block, or of the blocks of a cluster, whose warps tell all
 // of them their own by a pair of numbers. kAlone: there is one block, whose warps meet in each

@@ -34,6 +34,7 @@ def plan(
     one_dtype: bool = True,
     y_as_x: bool = True,
     dy_dtype: DtypeName | None = None,
+    of_sums_dtype: bool = False,
     sm_count: int = 132,
     compute_capability: int = 90,
     large_clusters: int = 7,
@@ -46,6 +47,7 @@ def plan(
     exchange_warp: bool | None = None,
     blocks: int | None = None,
     in_bulk: bool | None = None,
+    finish_by_thread: bool | None = None,
 ) -> dict[str, Any]: ...
 def force_plan(
     *,
@@ -56,4 +58,5 @@ def force_plan(
     exchange_warp: bool | None = None,
     blocks: int | None = None,
     in_bulk: bool | None = None,
+    finish_by_thread: bool | None = None,
 ) -> None: ...
