@@ -185,16 +185,21 @@ __device__ __forceinline__ void store_partials(
 }
 
 // Whether the weight is in shared memory. Of rows that are not aligned, and of float64, registers
-// spilled 4 to 76 bytes for it beside dw and db; otherwise it is as well off in them, dx alone of
-// 16384 x 4096 float64 418 us on an H200 so, 413 us in registers. With it, and dw and db added to
-// along with dx instead of behind it: float64 8192 x 8191 770 -> 717 us, 300000 x 33 93 -> 87,
-// float32 beside a bfloat16 dy 32768 x 2047 319 -> 304.
+// spilled 4 to 76 bytes for it beside dw and db; elsewhere it is as well off in them. With it, and
+// dw and db added to along with dx instead of behind it: float64 8192 x 8191 770 -> 717 us on an
+// H200, 300000 x 33 93 -> 87, float32 beside a bfloat16 dy 32768 x 2047 319 -> 304.
 template <class X, bool kWeightGrads, bool kVectorized>
 constexpr bool kStagesWeight = kWeightGrads && (!kVectorized || std::is_same_v<X, double>);
 
-// For one block on a multiprocessor: else ptxas may keep to 64 registers, and spill for it.
+// Blocks of the largest size that an SM must hold, if that is said. Where it is not ptxas may keep
+// to 64 registers, which is best for dx alone of aligned rows (65536 x 1024 float16 beside a
+// bfloat16 dy 106 us on an H200, 134 us in 84 to 100), and for which others would spill.
+template <bool kWeightGrads, bool kCluster, bool kVectorized>
+constexpr int kRowsBlocks = kVectorized && !kWeightGrads && !kCluster ? 0 : 1;
+
 template <class X, class DY, class W, bool kWeightGrads, bool kCluster, bool kVectorized>
-__global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
+__global__ void __launch_bounds__(kMaxThreadsPerRow,
+                                  (kRowsBlocks<kWeightGrads, kCluster, kVectorized>))
     backward_rows(const BackwardParameters<X, DY, W> p) {
   using A = Accumulator<X>;
   constexpr int kColumns = kChunkColumns<X>;
@@ -235,7 +240,11 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
                                              share, k);
     if constexpr (kStages) staged[k * threads] = held[k];
   }
-  const auto weight = [&](int k) { return kStages ? staged[k * threads] : held[k]; };
+  const auto weight = [&](int k) {
+    if constexpr (kStages) return staged[k * threads];
+    keep_packed(held[k]);  // or it would be kept unpacked, in twice the registers
+    return held[k];
+  };
   BackwardTile<X, DY, kVectorized> tile;
   WeightGradTile<X> weight_grads;
 
