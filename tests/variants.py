@@ -391,7 +391,7 @@ def calls(device: Device) -> Iterator[Call]:
                         yield replace(call, request=(*eights, ("exchange_warp", True)))
             for cols, request in itertools.product((1000, 1001), FINISH):
                 items = tuple(request.items())
-                yield Call("backward", 613, cols, dtype, dtype, dtype, aligned, items)
+                yield Call("backward", 131, cols, dtype, dtype, dtype, aligned, items)
             for cols in (110_001, 420_000):  # by threads of several columns, or vectors of them
                 yield Call("backward", 2, cols, dtype, dtype, dtype, aligned, ())
             for (rows, cols), request in itertools.product(

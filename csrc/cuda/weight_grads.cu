@@ -26,6 +26,26 @@ struct FinishTarget {
       : partials(blockIdx.y == 0 ? p.dw_partials : p.db_partials),
         result(blockIdx.y == 0 ? p.dw : p.db),
         dtype(blockIdx.y == 0 ? p.dw_dtype : p.db_dtype) {}
+
+  __device__ __forceinline__ void store(int64_t column, const Vector<A, 1>& sums) const {
+    store_element(result, dtype, column, sums.values[0]);
+  }
+  __device__ __forceinline__ void store(int64_t column, const Vector<A, 4>& sums) const {
+    const auto store_as = [&](auto element) {
+      using T = decltype(element);
+      Pack<T, 4> pack;
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) pack.set_pair(i, sums.values[i], sums.values[i + 1]);
+      store_pack(static_cast<T*>(result) + column, pack);
+    };
+    if (dtype == DType::kFloat32) {
+      store_as(float());
+    } else if (dtype == DType::kFloat16) {
+      store_as(Half());
+    } else {
+      store_as(BFloat16());
+    }
+  }
 };
 
 // A block adds up blockDim.x * kVector columns; its threadIdx.y take the partial sums in turn.
@@ -81,24 +101,25 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (target.result == nullptr) return;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kVectors * kFinishThreads + threadIdx.x;
   const auto column = [&](int v) { return (first + v * kFinishThreads) * kVector; };
+  constexpr int kUnroll = kVectors == 1 ? 8 : kChains;  // rows in flight
   Vector sums[kVectors][kChains] = {};
-  for (int64_t row = 0; row < p.partials; row += kChains) {
-    Vector others[kVectors][kChains];
+  for (int64_t row = 0; row < p.partials; row += kUnroll) {
+    Vector others[kVectors][kUnroll];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int c = 0; c < kChains; ++c) {
-        others[v][c] = {};
-        if (column(v) < p.cols && row + c < p.partials) {
-          others[v][c] =
-              *reinterpret_cast<const Vector*>(target.partials + (row + c) * p.cols + column(v));
+      for (int u = 0; u < kUnroll; ++u) {
+        others[v][u] = {};
+        if (column(v) < p.cols && row + u < p.partials) {
+          others[v][u] =
+              *reinterpret_cast<const Vector*>(target.partials + (row + u) * p.cols + column(v));
         }
       }
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int c = 0; c < kChains; ++c) sums[v][c].add(others[v][c]);
+      for (int u = 0; u < kUnroll; ++u) sums[v][u % kChains].add(others[v][u]);
     }
   }
 #pragma unroll
@@ -108,11 +129,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 #pragma unroll
       for (int c = 0; c < step; ++c) sums[v][c].add(sums[v][c + step]);
     }
-    if (column(v) >= p.cols) continue;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      store_element(target.result, target.dtype, column(v) + i, sums[v][0].values[i]);
-    }
+    if (column(v) < p.cols) target.store(column(v), sums[v][0]);
   }
 }
 
