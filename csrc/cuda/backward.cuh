@@ -1,9 +1,10 @@
 // The backward kernels: dx of rows of X, and dw and db from the same read of x and dy.
 //
 // backward_rows is persistent: a group of threads holds a row of x and dy packed in registers,
-// reduces both of its sums behind one barrier and writes dx; weight and the running sums of dw and
-// db stay in its registers from row to row. At the end each block (with clusters: each cluster)
-// leaves one row of partial sums, which finish_weight_grads of weight_grads.cuh adds up.
+// reduces both of its sums behind one barrier and writes dx; the running sums of dw and db stay in
+// its registers from row to row, the weight there or in shared memory. At the end each block (with
+// clusters: each cluster) leaves one row of partial sums, which finish_weight_grads of
+// weight_grads.cuh adds up, if there are several.
 // Rows too long for registers are cut into segments: backward_segment_sums, then
 // backward_segment_apply, which reads x and dy again; dw and db come from weight_grads.cuh.
 #pragma once
