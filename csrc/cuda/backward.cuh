@@ -192,6 +192,35 @@ __device__ __forceinline__ void store_partials(
 template <class X, bool kWeightGrads, bool kVectorized>
 constexpr bool kStagesWeight = kWeightGrads && (!kVectorized || std::is_same_v<X, double>);
 
+// Shared memory of backward_rows: the weight, where it is there; behind it what several rows of a
+// block pass on their way out; and when all rows are done, partial sums.
+template <class X, class W, bool kWeightGrads, bool kVectorized>
+struct RowsMemory {
+  static constexpr int kChunks = kBackwardChunks<X>;
+  static constexpr int kColumns = kChunkColumns<X>;
+  static constexpr bool kStages = kStagesWeight<X, kWeightGrads, kVectorized>;
+  using A = Accumulator<X>;
+  using WeightPack = Pack<W, kColumns>;
+  using Writer = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
+  using Rows = typename Writer::Storage;
+
+  static constexpr int kPackBytes = kStages ? static_cast<int>(sizeof(WeightPack)) : 0;
+  static constexpr int kWeightBytes = kMaxThreadsPerRow * kChunks * kPackBytes;
+  static constexpr int kRowsBegin = kMaxSharedBlock * kChunks * kPackBytes;
+  static constexpr int kRowsEnd =
+      kRowsBegin + kMaxSharedBlock / kWarpSize * static_cast<int>(sizeof(Rows));
+  static constexpr int kSumsBytes =
+      kWeightGrads ? kMaxSharedBlock * kChunks * kColumns * static_cast<int>(sizeof(A)) : 0;
+  alignas(16) unsigned char bytes[std::max({kWeightBytes, kRowsEnd, kSumsBytes})];
+
+  // Each thread has a chunk in every so many as there are threads.
+  __device__ __forceinline__ WeightPack* weights() { return reinterpret_cast<WeightPack*>(bytes); }
+  __device__ __forceinline__ Rows& short_rows(int warp) {
+    return reinterpret_cast<Rows*>(bytes + kRowsBegin)[warp];
+  }
+  __device__ __forceinline__ A* sums() { return reinterpret_cast<A*>(bytes); }
+};
+
 // Blocks of the largest size that an SM must hold, if that is said. Where it is not ptxas may keep
 // to 64 registers, which is best for dx alone of aligned rows (65536 x 1024 float16 beside a
 // bfloat16 dy 106 us on an H200, 134 us in 84 to 100), and for which others would spill.
@@ -214,35 +243,21 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const Piece piece = block_piece<kColumns, kChunks, kCluster>(p.cols, blockDim.x);
   const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
                                     piece.cols};
+  using Memory = RowsMemory<X, W, kWeightGrads, kVectorized>;
+  __shared__ Memory memory;
   using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
-  using ShortRowWriter = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
-  // In shared memory: the weight, where registers have no room for it; behind it what several rows
-  // of a block pass on their way out; when all rows are done, partial sums.
-  using WeightPack = Pack<W, kColumns>;
-  constexpr bool kStages = kStagesWeight<X, kWeightGrads, kVectorized>;
-  constexpr int kPackBytes = kStages ? sizeof(WeightPack) : 0;
-  constexpr int kShortRowsBegin = kMaxSharedBlock * kChunks * kPackBytes;
-  constexpr int kShortRowsEnd =
-      kShortRowsBegin +
-      kMaxSharedBlock / kWarpSize * static_cast<int>(sizeof(typename ShortRowWriter::Storage));
-  constexpr int kWeightBytes = kMaxThreadsPerRow * kChunks * kPackBytes;
-  constexpr int kSumsBytes =
-      kWeightGrads ? kMaxSharedBlock * kChunks * kColumns * static_cast<int>(sizeof(A)) : 0;
-  constexpr int kBytes = std::max({kWeightBytes, kShortRowsEnd, kSumsBytes, kChunkBytes});
-  __shared__ uint4 memory[kBytes / kChunkBytes];
   __shared__ typename Writer::Storage writer_storage;
   const int threads = kCluster ? kMaxThreadsPerRow : blockDim.x * blockDim.y;
-  auto* const staged =
-      reinterpret_cast<WeightPack*>(memory) + threadIdx.y * blockDim.x + threadIdx.x;
-  WeightPack held[kChunks];
+  auto* const staged = memory.weights() + threadIdx.y * blockDim.x + threadIdx.x;
+  typename Memory::WeightPack held[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
     held[k] = load_weight_chunk<kVectorized>(p.weight == nullptr ? nullptr : p.weight + piece.begin,
                                              share, k);
-    if constexpr (kStages) staged[k * threads] = held[k];
+    if constexpr (Memory::kStages) staged[k * threads] = held[k];
   }
   const auto weight = [&](int k) {
-    if constexpr (kStages) return staged[k * threads];
+    if constexpr (Memory::kStages) return staged[k * threads];
     keep_packed(held[k]);  // or it would be kept unpacked, in twice the registers
     return held[k];
   };
@@ -255,10 +270,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const int teams = kWarpSize / lanes;
   const int team = several_warps ? 0 : threadIdx.y % teams;
   const Writer writer{writer_storage};
-  auto* const short_rows =
-      reinterpret_cast<typename ShortRowWriter::Storage*>(memory + kShortRowsBegin / kChunkBytes);
-  const ShortRowWriter short_row_writer{short_rows[several_warps ? 0 : threadIdx.y / teams], p.dx,
-                                        p.rows, teams, team};
+  const typename Memory::Writer short_row_writer{
+      memory.short_rows(several_warps ? 0 : threadIdx.y / teams), p.dx, p.rows, teams, team};
 
   // Every thread of a block takes part in every turn: the reduction has a barrier.
   for (int64_t first = group * blockDim.y; first < p.rows; first += groups * blockDim.y) {
@@ -288,10 +301,9 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     }
   }
   if constexpr (kWeightGrads) {
-    auto* const staging = reinterpret_cast<A*>(memory);
     const int64_t offset = group * p.cols + piece.begin;
-    store_partials<X, kVectorized>(weight_grads.dw, share, staging, p.dw_partials + offset);
-    store_partials<X, kVectorized>(weight_grads.db, share, staging, p.db_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.dw, share, memory.sums(), p.dw_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.db, share, memory.sums(), p.db_partials + offset);
   }
 }
 
