@@ -199,26 +199,18 @@ struct RowsMemory {
   static constexpr int kChunks = kBackwardChunks<X>;
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr bool kStages = kStagesWeight<X, kWeightGrads, kVectorized>;
-  using A = Accumulator<X>;
   using WeightPack = Pack<W, kColumns>;
   using Writer = ShortRowWriter<X, kChunks, kColumns, kVectorized>;
-  using Rows = typename Writer::Storage;
 
   static constexpr int kPackBytes = kStages ? static_cast<int>(sizeof(WeightPack)) : 0;
   static constexpr int kWeightBytes = kMaxThreadsPerRow * kChunks * kPackBytes;
   static constexpr int kRowsBegin = kMaxSharedBlock * kChunks * kPackBytes;
   static constexpr int kRowsEnd =
-      kRowsBegin + kMaxSharedBlock / kWarpSize * static_cast<int>(sizeof(Rows));
+      kRowsBegin + kMaxSharedBlock / kWarpSize * static_cast<int>(sizeof(typename Writer::Storage));
   static constexpr int kSumsBytes =
-      kWeightGrads ? kMaxSharedBlock * kChunks * kColumns * static_cast<int>(sizeof(A)) : 0;
-  alignas(16) unsigned char bytes[std::max({kWeightBytes, kRowsEnd, kSumsBytes})];
-
-  // Each thread has a chunk in every so many as there are threads.
-  __device__ __forceinline__ WeightPack* weights() { return reinterpret_cast<WeightPack*>(bytes); }
-  __device__ __forceinline__ Rows& short_rows(int warp) {
-    return reinterpret_cast<Rows*>(bytes + kRowsBegin)[warp];
-  }
-  __device__ __forceinline__ A* sums() { return reinterpret_cast<A*>(bytes); }
+      kWeightGrads ? kMaxSharedBlock * kChunks * kColumns * static_cast<int>(sizeof(Accumulator<X>))
+                   : 0;
+  static constexpr int kBytes = std::max({kWeightBytes, kRowsEnd, kSumsBytes, kChunkBytes});
 };
 
 // Blocks of the largest size that an SM must hold, if that is said. Where it is not ptxas may keep
@@ -244,11 +236,12 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const Share<X, kVectorized> share{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
                                     piece.cols};
   using Memory = RowsMemory<X, W, kWeightGrads, kVectorized>;
-  __shared__ Memory memory;
+  __shared__ uint4 memory[Memory::kBytes / kChunkBytes];
   using Writer = RowWriter<X, kChunks, kColumns, kVectorized>;
   __shared__ typename Writer::Storage writer_storage;
   const int threads = kCluster ? kMaxThreadsPerRow : blockDim.x * blockDim.y;
-  auto* const staged = memory.weights() + threadIdx.y * blockDim.x + threadIdx.x;
+  auto* const staged = reinterpret_cast<typename Memory::WeightPack*>(memory) +
+                       threadIdx.y * blockDim.x + threadIdx.x;
   typename Memory::WeightPack held[kChunks];
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {
@@ -270,8 +263,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
   const int teams = kWarpSize / lanes;
   const int team = several_warps ? 0 : threadIdx.y % teams;
   const Writer writer{writer_storage};
+  auto* const short_rows = reinterpret_cast<typename Memory::Writer::Storage*>(
+      memory + Memory::kRowsBegin / kChunkBytes);
   const typename Memory::Writer short_row_writer{
-      memory.short_rows(several_warps ? 0 : threadIdx.y / teams), p.dx, p.rows, teams, team};
+      short_rows[several_warps ? 0 : threadIdx.y / teams], p.dx, p.rows, teams, team};
 
   // Every thread of a block takes part in every turn: the reduction has a barrier.
   for (int64_t first = group * blockDim.y; first < p.rows; first += groups * blockDim.y) {
@@ -301,9 +296,10 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     }
   }
   if constexpr (kWeightGrads) {
+    auto* const staging = reinterpret_cast<A*>(memory);
     const int64_t offset = group * p.cols + piece.begin;
-    store_partials<X, kVectorized>(weight_grads.dw, share, memory.sums(), p.dw_partials + offset);
-    store_partials<X, kVectorized>(weight_grads.db, share, memory.sums(), p.db_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.dw, share, staging, p.dw_partials + offset);
+    store_partials<X, kVectorized>(weight_grads.db, share, staging, p.db_partials + offset);
   }
 }
 
