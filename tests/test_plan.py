@@ -77,6 +77,12 @@ def capacity(plan: dict[str, Any], dtype: str) -> int:
     return held + (chunk_columns(dtype) - 1 if behind else 0)
 
 
+def is_very_short(direction: str, cols: int, dtype: str) -> bool:
+    """Whether a warp takes rows by column as they lie in memory, many at once."""
+    by_16_bit = direction == "forward" and dtype != "float32" and cols in range(111, 128, 2)
+    return cols <= 64 or by_16_bit
+
+
 def all_plans(direction: str, dtype: str, gpu: tuple[int, int]) -> Any:
     sm_count, capability = gpu
     for rows, cols in itertools.product(ROWS, COLS):
@@ -125,7 +131,7 @@ def test_many_rows_that_lie_one_behind_the_other_are_copied_in_bulk(
         wide = cols > (5632 if forward else 6272) and plan["kernel"] == "elements"
         if wide or plan["kernel"] == "short_rows":  # see below
             continue
-        by_column = plan["kernel"] == "elements" and plan["columns_per_thread"] > 8
+        by_column = plan["kernel"] == "elements" and not is_very_short(direction, cols, dtype)
         many = SIZES[dtype] == 2 and rows > 1000
         fits = cols <= (5632 if forward else 6272)
         assert in_bulk == (many and by_column and fits), (rows, cols)
@@ -349,9 +355,11 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
             assert threads * (plan["columns_per_thread"] - 4) < cols
             if plan.get("is_wide"):  # see below
                 continue
-            by_16 = direction == "forward" and dtype != "float32" and cols in range(111, 128, 2)
-            if cols <= 64 or by_16:  # up to eight columns of a lane, an even number of them
-                assert 8 * (threads // 2) < cols <= 8 * threads
+            if is_very_short(direction, cols, dtype):  # up to so many columns of a lane, in pairs
+                most = 10 if dtype == "float32" else 8 if cols in (51, 127) else 16
+                assert most * (threads // 2) < cols <= most * threads
+                assert cols <= threads * plan["columns_per_thread"]
+                assert plan["columns_per_thread"] in range(4, most + 1, 2)
                 continue
             most = 32 if direction == "forward" else 16  # columns of a thread
             if direction == "forward" or threads <= 32:
@@ -619,7 +627,9 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
         others = [{"dy_dtype": other} for other in SMALL if other != dtype]
         for problem in (*others, {"compute_capability": 80}, {"dx": False}):
             assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
-    for cols in (1, 8, 16, 64, 4096, 131_073, *in_ring):
+    one_chunk = chunk_columns(dtype)
+    assert _C.plan("backward", 9, one_chunk, dtype)["kernel"] == "elements"
+    for cols in (1, 2 * one_chunk, 16, 64, 4096, 131_073, *in_ring):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
     if dtype != "float32":
         for cols in (84_481, 100_001, 131_071):
@@ -1003,17 +1013,17 @@ def test_the_forward_asks_for_no_kernel_that_is_not_compiled(
     """Those by column, and rows of two chunks: a launcher that lacks one returns an error."""
     if dtype == "float32" and not one_dtype:
         pytest.skip("parameters of float32 rows are float32")
-    shapes = set()
+    shapes, tiny = set(), set()
     for cols, aligned in itertools.product(range(1, 3200), (True, False)):
         plan = _C.plan(
             "forward", 100_000, cols, dtype, aligned=aligned, one_dtype=one_dtype, kernel=kernel
         )
         lanes = plan["threads_per_row"]
         if plan["kernel"] == "elements":
-            shapes.add((min(lanes, 64), plan["columns_per_thread"]))
+            short = is_very_short("forward", cols, dtype)
+            (tiny if short else shapes).add((min(lanes, 64), plan["columns_per_thread"]))
         if plan["kernel"] == "short_rows" and plan["vectorized"]:
             assert (lanes, plan["chunks_per_thread"]) != (1, 2)
-    tiny = {(lanes, columns) for lanes, columns in shapes if columns <= 8}
     compiled = {(8, columns) for columns in range(12, 33, 4)}
     compiled |= {(64, columns) for columns in range(20, 33, 4)}
     if dtype == "float32":
@@ -1021,8 +1031,11 @@ def test_the_forward_asks_for_no_kernel_that_is_not_compiled(
         compiled |= {(16, columns) for columns in (20, 24, 28)} | {(32, 28)}
     else:
         compiled |= {(lanes, columns) for lanes in (16, 32) for columns in range(20, 33, 4)}
-    assert shapes - tiny <= compiled
-    assert ((16, 8) in tiny) == (dtype != "float32" and kernel in (None, "elements"))
+    assert shapes <= compiled
+    if kernel != "short_rows":
+        wide_lanes = {(8, 8), (8, 14), (8, 16), (16, 8)}  # of 51 columns, of 111 to 125, and of 127
+        widest = {(lanes, columns) for lanes, columns in tiny if lanes >= 8}
+        assert widest == ({(8, 6), (8, 8)} if dtype == "float32" else wide_lanes)
 
 
 @pytest.mark.parametrize("dtype", SIZES)

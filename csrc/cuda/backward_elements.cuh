@@ -435,7 +435,7 @@ bool has_paired_columns(const RingParameters<X>& p) {
 template <class X>
 cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsParameters<X>& tiles,
                                      const BackwardPlan& plan, cudaStream_t stream) {
-  if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if (is_tiny(p.cols, sizeof(X))) return launch_tiny_rows(p, plan, stream);
   if constexpr (kIs16Bit<X>) {
     if (plan.is_wide) return launch_backward_wide(p, plan, stream);
   }

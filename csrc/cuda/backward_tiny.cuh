@@ -1,4 +1,4 @@
-// The backward of rows of a few columns that end within a chunk (see tiny.cuh). As in
+// The backward of rows of a few columns that end within a chunk, or fill one (see tiny.cuh). As in
 // backward_ring.cuh blocks stay, tiles of rows are under way while others are worked on, and dw and
 // db come from the same read; dx leaves by way of shared memory in whole granules.
 #pragma once
@@ -12,14 +12,11 @@ namespace fastnorm::cuda {
 
 constexpr int kTinyStages = 3;  // tiles of a warp that are under way or worked on
 
-template <class X>
-constexpr int kTinyRows = tiny_rows_per_lane(sizeof(X));
-
 template <class X, int kLanes, int kCount>
-__global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
+__global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
     backward_tiny_rows(const RingParameters<X> p) {
   if (!kStreams) return;
-  constexpr int kRows = kTinyRows<X>;
+  constexpr int kRows = tiny_backward_rows(kCount, sizeof(X));
   using Run = TinyRun<X, kLanes, kCount>;
   using Tile = TinyTile<X, kLanes, kCount, kRows>;
   using Values = typename Run::Values;
@@ -147,9 +144,9 @@ __global__ void __launch_bounds__(kTinyThreads, kTinyBlocks)
 template <class X>
 cudaError_t launch_tiny_rows(RingParameters<X> p, const BackwardPlan& plan, cudaStream_t stream) {
   p.groups = kTinyThreads / kWarpSize;
-  return with_tiny_run<kMostTinyColumns / kTinyColumns>(plan, [&](auto lanes, auto count) {
+  return with_tiny_run<X, false>(plan, [&](auto lanes, auto columns) {
     return Launch(plan.blocks, dim3(kTinyThreads), stream)(
-        backward_tiny_rows<X, decltype(lanes)::value, decltype(count)::value>, p);
+        backward_tiny_rows<X, decltype(lanes)::value, decltype(columns)::value>, p);
   });
 }
 

@@ -160,7 +160,7 @@ Pairing find_pairing(const ForwardParameters<X, X, W>& p) {
 template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
-  if (plan.columns_per_thread <= kTinyColumns) return launch_tiny_rows(p, plan, stream);
+  if (is_tiny_forward(p.cols, sizeof(X))) return launch_tiny_rows(p, plan, stream);
   if constexpr (kIs16Bit<X>) {
     if (plan.rows_per_block == 1) return launch_wide_elements(p, plan, stream);
   }

@@ -11,7 +11,8 @@ template <class X, class W, int kLanes, int kCount>
 __global__ void __launch_bounds__(kElementRowThreads)
     forward_tiny_rows(const ForwardParameters<X, X, W> p) {
   using Run = TinyRun<X, kLanes, kCount>;
-  using Tile = TinyTile<X, kLanes, kCount, kTinyForwardRows>;
+  constexpr int kRows = tiny_forward_rows(kCount, sizeof(X));
+  using Tile = TinyTile<X, kLanes, kCount, kRows>;
   using Values = typename Run::Values;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kWarps = kElementRowThreads / kWarpSize;
@@ -35,12 +36,12 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int y_offset = Tile::offset_of(p.y, true);
   const unsigned mine = shared_address(memory[warp]) + (team * cols + run.begin) * kSize;
   const unsigned next_row = Run::kTeams * cols * kSize;
-  Values values[kTinyForwardRows];
+  Values values[kRows];
 #pragma unroll
-  for (int r = 0; r < kTinyForwardRows; ++r) run.load(values[r], mine + offset + r * next_row);
+  for (int r = 0; r < kRows; ++r) run.load(values[r], mine + offset + r * next_row);
   __syncwarp();  // before y comes in their place
 #pragma unroll
-  for (int r = 0; r < kTinyForwardRows; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     Values& x = values[r];
     // Differences from the first column are averaged: it lies no farther from the mean than the
     // root of the number of columns times the standard deviation.
@@ -80,15 +81,9 @@ __global__ void __launch_bounds__(kElementRowThreads)
 template <class X, class W>
 cudaError_t launch_tiny_rows(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                              cudaStream_t stream) {
-  constexpr int kMostLanes = (kIs16Bit<X> ? kMostTinyForward : kMostTinyColumns) / kTinyColumns;
-  return with_tiny_run<kMostLanes>(plan, [&](auto lanes, auto count) {
-    constexpr int kLanes = decltype(lanes)::value, kCount = decltype(count)::value;
-    if constexpr (std::is_same_v<X, float> && kLanes == 1 && kCount == kTinyColumns) {
-      return cudaErrorInvalidValue;  // these are in two chunks, see elements_run
-    } else {
-      return launch_in_turns(forward_tiny_rows<X, W, kLanes, kCount>, dim3(kElementRowThreads), p,
-                             plan, stream);
-    }
+  return with_tiny_run<X, true>(plan, [&](auto lanes, auto columns) {
+    const auto kernel = forward_tiny_rows<X, W, decltype(lanes)::value, decltype(columns)::value>;
+    return launch_in_turns(kernel, dim3(kElementRowThreads), p, plan, stream);
   });
 }
 

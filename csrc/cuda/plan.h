@@ -100,13 +100,10 @@ constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forwar
 constexpr int kMostPairedColumns = 28;   // where it is better than chunks that fill warps: in up to
 constexpr int kMaxPairedWarps = 4;       // so many of these
 constexpr int kLeastElementPairs = 4;    // of columns: a lane of the backward's long ones has more
-constexpr int kTinyColumns = 8;          // of a lane of kElements in very short rows
-constexpr int kMostTinyColumns = 64;     // of such a row
-constexpr int kMostTinyForward = 128;    // of such a row of a 16-bit type in the forward, and
-constexpr int kLeastTinyForward = 111;   // the least beyond kMostTinyColumns, of odd ones
+constexpr int kMostTinyColumns = 64;     // of very short rows of kElements, but for some; and
+constexpr int kLeastTinyLane = 4;        // of a lane in those, at least
+constexpr int kMostTinyLane = 16;        // and at most
 constexpr int kTinyThreads = 128;        // the block of such rows in the backward
-constexpr int kTinyBlocks = 6;           // of them, that a multiprocessor holds
-constexpr int kTinyForwardRows = 4;      // of a lane of such rows in the forward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
 constexpr int kColumnWarps = 32;         // of kColumns, that a multiprocessor holds where it can,
 constexpr int kUnevenColumnWarps = 24;   // and of rows that are not aligned
@@ -139,8 +136,73 @@ constexpr int forward_shared_bytes(int chunks, int shared_chunks, bool stages) {
   return (shared_chunks * kWarpSize + stage) * kChunkBytes;
 }
 
-// Very short rows of kElements that a lane of the backward takes one after the other.
-constexpr int tiny_rows_per_lane(int element_bytes) { return element_bytes == 2 ? 2 : 1; }
+// Whether rows are very short ones of kElements (tiny.cuh) in the backward: those that end within a
+// chunk, and of one chunk (134 MB on an H200 in registers and so, 8 columns of bfloat16 195 and 130
+// us, 4 of float32 194 and 123, but of two chunks 132 and 151, 128 and 147).
+constexpr bool is_tiny(int64_t cols, int element_bytes) {
+  const int64_t bytes = cols * element_bytes;
+  return cols <= kMostTinyColumns && (bytes % kChunkBytes != 0 || bytes == kChunkBytes);
+}
+
+// And in the forward: those that end within a chunk, but not two chunks of float32 (6 columns .98
+// of a copy on an H200, .97 so, 7 .99 and .97); and longer ones of a 16-bit type, odd ones: 134 MB
+// of bfloat16 column by column and so, 83 columns 79 and 86 us, 101 76 and 84, 109 73.5 and 76,
+// even ones 100 76 and 80.5, 126 71 and 76; but 127 .79 and .90 of a copy.
+constexpr bool is_tiny_forward(int64_t cols, int element_bytes) {
+  const bool short_row =
+      cols <= kMostTinyColumns && !(element_bytes == 4 && (cols == 6 || cols == 7));
+  const bool odd_row = element_bytes == 2 && cols % 2 == 1 && cols >= 111 && cols <= 127;
+  return cols * element_bytes % kChunkBytes != 0 && (short_row || odd_row);
+}
+
+// The lanes of a very short row, and the columns of one, rounded up to pairs.
+struct TinyShape {
+  int lanes, columns;
+};
+
+// What a lane does for a row beside its columns is as much as for ten of them, so it has as many as
+// there are registers for. 134 MB of bfloat16 on an H200 by up to eight columns and by up to 16: 9
+// columns 171 and 146 us, 13 142 and 119, 33 185 and 156, 63 123.5 and 109; forward 108 and 91, 88
+// and 83, 122 and 96, 77 and 76; 111 columns 85.5 and 75. Of float32, which takes twice the shared
+// memory, by up to eight, ten and 12: 17 columns 118, 111 and 111 us, 33 121, 109 and 109, but 22
+// 109, 110 and 120. Two widths have lanes that meet those of other rows in the same banks: forward
+// 51 columns 94 us by up to eight and 108 by up to 16, 127 78 and 86.
+constexpr TinyShape tiny_shape(int64_t cols, int element_bytes) {
+  const bool meet = cols == 51 || cols == 127;
+  const int most = element_bytes != 2 ? 10 : meet ? 8 : kMostTinyLane;
+  const auto lanes = static_cast<int>(next_power_of_two((cols + most - 1) / most));
+  const auto each = static_cast<int>((cols + lanes - 1) / lanes);
+  return {lanes, each <= kLeastTinyLane ? kLeastTinyLane : (each + 1) / 2 * 2};
+}
+
+// Whether any row has that shape.
+constexpr bool is_tiny_shape(int lanes, int columns, int element_bytes, bool forward) {
+  for (int64_t cols = 1; cols < 128; ++cols) {
+    const TinyShape shape = tiny_shape(cols, element_bytes);
+    const bool tiny = forward ? is_tiny_forward(cols, element_bytes) : is_tiny(cols, element_bytes);
+    if (tiny && shape.lanes == lanes && shape.columns == columns) return true;
+  }
+  return false;
+}
+
+// Such rows that a lane takes in the forward, with so many columns of each. (Of 2 and 3 columns,
+// bfloat16 by four rows 183 and 131 us on an H200, 163 and 119.5 by eight, float32 104 and 105.)
+constexpr int tiny_forward_rows(int columns, int element_bytes) {
+  if (columns > 8) return 2;
+  return columns == kLeastTinyLane && element_bytes == 2 ? 8 : 4;
+}
+
+// And in the backward, one after the other; and blocks of them that a multiprocessor holds, as
+// registers let it. Of up to four columns in more rows, 134 MB on an H200: bfloat16 2 columns 311
+// -> 259 us, 3 216 -> 181, float32 2 columns 217 -> 140, 3 148 -> 126; of six 5 and 6 columns of
+// bfloat16 157 -> 163 and 134 -> 146, 5 and 21 of float32 120 -> 126 and 111 -> 124.
+constexpr int tiny_backward_rows(int columns, int element_bytes) {
+  const int rows = columns == kLeastTinyLane ? 4 : columns <= 8 ? 2 : 1;
+  return element_bytes == 2 ? rows : (rows + 1) / 2;
+}
+constexpr int tiny_backward_blocks(int columns) {
+  return columns == kLeastTinyLane ? 5 : columns <= 8 ? 6 : columns <= 12 ? 5 : 4;
+}
 
 // Rows that a lane of kElements holds together, which share what it reads of weight and bias.
 constexpr int kElementRows = 2;

@@ -291,7 +291,8 @@ StreamShape choose_stream(const BackwardProblem& problem, int64_t chunks,
   };
   if (stream.elements) {
     // Very short rows have one kernel for few and many.
-    stream.few = !is_tiny(problem.cols) && !asks_for(Kernel::kElements) &&
+    stream.few = !is_tiny(problem.cols, size_in_bytes(problem.x_dtype)) &&
+                 !asks_for(Kernel::kElements) &&
                  are_few(stream.elements->ring, Kernel::kFewElements);
   } else if (stream.ring) {
     stream.few = has_one_dtype(problem) && are_few(*stream.ring, Kernel::kFewRows);
@@ -313,7 +314,8 @@ struct Groups {
 void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const Groups& groups,
                        bool streams, const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kMinRows = 8;
-  const bool tiny = plan.kernel == Kernel::kElements && is_tiny(problem.cols);
+  const bool tiny =
+      plan.kernel == Kernel::kElements && is_tiny(problem.cols, size_in_bytes(problem.x_dtype));
   // The blocks of a row may leave several shares: 192 x 1000000 bfloat16 reached .56 of an
   // elementwise sum on an H200 so, .40 with dw and db from a kernel of their own, 6712 x 80001 on
   // an H100 .76 and .49.

@@ -67,14 +67,6 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
   return false;
 }
 
-// Whether 16-bit rows beyond kMostTinyColumns are taken as shorter ones are, by 16 lanes: odd ones.
-// Of a copy, on an H200, column by column and so: bfloat16 83 columns .76 and .68, 101 .78 and .73,
-// 127 .79 and .90; even ones, in pairs, 100 .84 and .73, 126 .93 and .89.
-bool is_tiny_16_bit(const ForwardProblem& problem) {
-  return size_in_bytes(problem.x_dtype) == 2 && problem.cols % 2 == 1 &&
-         problem.cols >= kLeastTinyForward && problem.cols <= kMostTinyForward;
-}
-
 // The warps of a wide uneven row of a 16-bit type: the fewest with which the blocks that find a
 // place leave the L1 cache room for weight and bias (forward_wide.cuh has the figures), and one
 // more if those are seven or less: of a copy on an H200, 268 MB of bfloat16, by the fewest and so
@@ -166,11 +158,13 @@ void shape_wide_elements(ForwardPlan& plan, const ForwardProblem& problem, int w
 // there are, but for four.
 void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   constexpr int64_t kGrain = 4;
-  if (is_tiny(problem.cols) || is_tiny_16_bit(problem)) {
-    plan.threads_per_row = tiny_lanes(problem.cols);
-    plan.columns_per_thread = tiny_columns(problem.cols);
-    plan.rows_per_thread = kTinyForwardRows;
-    plan.rows_per_block = kTinyForwardRows * kElementRowThreads / plan.threads_per_row;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  if (is_tiny_forward(problem.cols, element_bytes)) {
+    const TinyShape shape = tiny_shape(problem.cols, element_bytes);
+    plan.threads_per_row = shape.lanes;
+    plan.columns_per_thread = shape.columns;
+    plan.rows_per_thread = tiny_forward_rows(shape.columns, element_bytes);
+    plan.rows_per_block = plan.rows_per_thread * kElementRowThreads / shape.lanes;
     return;
   }
   plan.rows_per_thread = plan.rows_per_block = kElementRows;
@@ -181,9 +175,8 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
   plan.columns_per_thread =
       static_cast<int>(ceil_div(problem.cols, kGrain * plan.threads_per_row) * kGrain);
   if (plan.threads_per_row > kWarpSize) {
-    plan.shared_bytes =
-        plan.threads_per_row / kWarpSize *
-        element_stage_bytes(plan.columns_per_thread, kElementRows, size_in_bytes(problem.x_dtype));
+    plan.shared_bytes = plan.threads_per_row / kWarpSize *
+                        element_stage_bytes(plan.columns_per_thread, kElementRows, element_bytes);
   } else {
     plan.rows_per_block *= kElementRowThreads / plan.threads_per_row;
   }
@@ -198,7 +191,7 @@ bool copies_in_bulk(const ForwardPlan& plan, const ForwardProblem& problem,
   constexpr int64_t kRows = 16;                                        // for each multiprocessor
   const int most_warps = has_slow_memory(device) ? 1 : kMaxBulkWarps;  // of those not measured
   return can_stream(problem.x_dtype, device) && problem.contiguous &&
-         size_in_bytes(problem.x_dtype) == 2 && plan.columns_per_thread > kTinyColumns &&
+         size_in_bytes(problem.x_dtype) == 2 && !is_tiny_forward(problem.cols, 2) &&
          plan.threads_per_row <= most_warps * kWarpSize &&
          request.in_bulk.value_or(problem.rows >= kRows * device.sm_count);
 }
@@ -297,11 +290,10 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
                            : !problem.one_dtype        ? kMaxThreadsPerRow
                            : has_even_columns(problem) ? kMaxPairedWarps * kWarpSize
                                                        : 3 * kWarpSize;
-  // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 6 .98 and .97, 7
-  // .99 and .97, 9 .78 and .97, 10 .83 and .96, 13 .93 and .95, 17 .71 and .96, 25 .89 and .99, 31
-  // .97 and .98.
-  const bool two_chunks =
-      problem.x_dtype == DType::kFloat32 && (problem.cols == 6 || problem.cols == 7);
+  // Of a copy, on an H200, in chunks and by column: float32 5 columns .93 and .96, 9 .78 and .97,
+  // 10 .83 and .96, 13 .93 and .95, 17 .71 and .96, 25 .89 and .99, 31 .97 and .98.
+  const bool two_chunks = problem.cols <= kMostTinyColumns &&
+                          !is_tiny_forward(problem.cols, size_in_bytes(problem.x_dtype));
   if (!uneven || problem.x_dtype == DType::kFloat64 || !problem.y_as_x || two_chunks ||
       problem.cols > most_threads * kMostElementColumns) {
     return false;

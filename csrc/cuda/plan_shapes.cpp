@@ -85,13 +85,4 @@ std::optional<RingShape> grid_shape(int64_t threads, int64_t rather_threads, int
   return RingShape{static_cast<int>(each), static_cast<int>(size), static_cast<int>(rows)};
 }
 
-int tiny_lanes(int64_t cols) {
-  return static_cast<int>(next_power_of_two(ceil_div(cols, kTinyColumns)));
-}
-
-int tiny_columns(int64_t cols) {
-  const auto most = static_cast<int>(ceil_div(cols, tiny_lanes(cols)));
-  return std::max(kTinyColumns / 2, (most + 1) / 2 * 2);
-}
-
 }  // namespace fastnorm::cuda

@@ -71,10 +71,4 @@ inline int64_t grid_exchange_bytes(int64_t blocks) {
   return blocks * kGridExchanges * kWordBytes;
 }
 
-// Very short rows that end within a chunk; and the lanes of each, which have up to kTinyColumns of
-// its columns.
-inline bool is_tiny(int64_t cols) { return cols <= kMostTinyColumns; }
-int tiny_lanes(int64_t cols);
-int tiny_columns(int64_t cols);
-
 }  // namespace fastnorm::cuda

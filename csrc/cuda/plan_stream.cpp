@@ -420,16 +420,19 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
                                           const DeviceProperties& device,
                                           const PlanRequest& request) {
   constexpr int64_t kMostPairs = 8;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  const bool tiny = is_tiny(problem.cols, element_bytes);
   // A single column's dx is exactly zero, but not in this order of operations.
-  if (!ends_within_a_chunk(problem) || problem.cols == 1 || !has_one_dtype(problem) ||
+  if (!(tiny || ends_within_a_chunk(problem)) || problem.cols == 1 || !has_one_dtype(problem) ||
       !can_stream(problem.x_dtype, device)) {
     return std::nullopt;
   }
   const bool asked = request.cluster_size && *request.cluster_size <= kMaxClusterSize;
   const int least_size = asked ? static_cast<int>(next_power_of_two(*request.cluster_size)) : 1;
-  if (is_tiny(problem.cols)) {
+  if (tiny) {
     if (least_size > 1) return std::nullopt;
-    return ElementShape{{tiny_lanes(problem.cols), 1}, tiny_columns(problem.cols)};
+    const TinyShape shape = tiny_shape(problem.cols, element_bytes);
+    return ElementShape{{shape.lanes, 1}, shape.columns};
   }
   const auto columns_of = [&](int64_t lanes) { return 2 * ceil_div(problem.cols, 2 * lanes); };
   const int64_t lanes = ceil_div(problem.cols, 2 * kMostPairs);
@@ -740,10 +743,11 @@ int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
   plan.columns_per_thread = shape.columns;
   plan.threads_per_row = shape.ring.threads;
   plan.cluster_size = shape.ring.cluster_size;
-  if (is_tiny(problem.cols)) {
-    plan.rows_per_block = kTinyThreads / kWarpSize * (kWarpSize / plan.threads_per_row) *
-                          tiny_rows_per_lane(size_in_bytes(problem.x_dtype));
-    return int64_t{kTinyBlocks} * device.sm_count;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  if (is_tiny(problem.cols, element_bytes)) {
+    plan.rows_per_block =
+        kTinyThreads / shape.ring.threads * tiny_backward_rows(shape.columns, element_bytes);
+    return int64_t{tiny_backward_blocks(shape.columns)} * device.sm_count;
   }
   const bool in_cluster = plan.cluster_size > 1;
   const bool is_16_bit = size_in_bytes(problem.x_dtype) == 2;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "async.cuh"
+#include "launch.cuh"
 #include "stage.cuh"
 
 namespace fastnorm::cuda {
@@ -19,7 +20,7 @@ template <class X, int kLanes, int kCount>
 struct TinyRun {
   static constexpr int kSize = static_cast<int>(sizeof(X));
   static constexpr int kTeams = kWarpSize / kLanes;  // rows side by side
-  static constexpr int kWhole = kCount == kTinyColumns / 2 ? 1 : kCount - 2;
+  static constexpr int kWhole = kCount == kLeastTinyLane ? 1 : kCount - 2;
   using Values = float[kCount];
 
   int begin, count;
@@ -173,29 +174,31 @@ struct TinyTile {
   }
 };
 
-// Calls body(lanes, count) with those of a plan, of up to kMostLanes.
-template <int kMostLanes, class Plan, class Body>
+// Calls body(lanes, columns) with those of a plan.
+template <class X, bool kForward, class Plan, class Body>
 cudaError_t with_tiny_run(const Plan& plan, const Body& body) {
-  using Six = std::integral_constant<int, 6>;
-  using Eight = std::integral_constant<int, 8>;
-  const auto with_count = [&](auto lanes) {
-    return plan.columns_per_thread == Six::value ? body(lanes, Six()) : body(lanes, Eight());
+  const auto with_lanes = [&](auto lanes) {
+    return visit_number<kLeastTinyLane, kMostTinyLane, 2>(
+        plan.columns_per_thread, [&](auto columns) {
+          constexpr int kLanes = decltype(lanes)::value, kCount = decltype(columns)::value;
+          if constexpr (is_tiny_shape(kLanes, kCount, sizeof(X), kForward)) {
+            return body(lanes, columns);
+          } else {
+            return cudaErrorInvalidValue;
+          }
+        });
   };
   switch (plan.threads_per_row) {
-    case 1: {
-      const std::integral_constant<int, 1> one;
-      if (plan.columns_per_thread == 4) return body(one, std::integral_constant<int, 4>());
-      return with_count(one);
-    }
+    case 1:
+      return with_lanes(std::integral_constant<int, 1>());
     case 2:
-      return with_count(std::integral_constant<int, 2>());
+      return with_lanes(std::integral_constant<int, 2>());
     case 4:
-      return with_count(std::integral_constant<int, 4>());
+      return with_lanes(std::integral_constant<int, 4>());
     case 8:
-      return with_count(std::integral_constant<int, 8>());
+      return with_lanes(std::integral_constant<int, 8>());
     case 16:
-      if constexpr (kMostLanes == 16) return body(std::integral_constant<int, 16>(), Eight());
-      break;
+      return with_lanes(std::integral_constant<int, 16>());
   }
   return cudaErrorInvalidValue;
 }
