@@ -887,7 +887,7 @@ def test_dx_alone_goes_where_lanes_are_idle_or_not() -> None:
         assert kernel(cols, aligned=False) == "ring", cols
 
 
-# Columns, by the columns of a chunk, as measured on an H200 (docs/kernels.md).
+# Columns, by the columns of a chunk, as measured on an H200 (docs/kernels_notebook.md).
 FASTER_BY_COLUMN = {
     2: (),
     4: (33, 257, 385, 777, 865, 1101, 1301, 1601, 1701, 2101, 2301),
