@@ -10,13 +10,16 @@
 
 namespace fastnorm::cuda {
 
+template <class X, int kCount>
+constexpr int kTinyBackwardRows = tiny_backward_rows(kCount, sizeof(X));
+
 constexpr int kTinyStages = 3;  // tiles of a warp that are under way or worked on
 
 template <class X, int kLanes, int kCount>
 __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
     backward_tiny_rows(const RingParameters<X> p) {
   if (!kStreams) return;
-  constexpr int kRows = tiny_backward_rows(kCount, sizeof(X));
+  constexpr int kRows = kTinyBackwardRows<X, kCount>;
   using Run = TinyRun<X, kLanes, kCount>;
   using Tile = TinyTile<X, kLanes, kCount, kRows>;
   using Values = typename Run::Values;

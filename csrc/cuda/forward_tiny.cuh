@@ -7,11 +7,14 @@
 
 namespace fastnorm::cuda {
 
+template <class X, int kCount>
+constexpr int kTinyForwardRows = tiny_forward_rows(kCount, sizeof(X));
+
 template <class X, class W, int kLanes, int kCount>
 __global__ void __launch_bounds__(kElementRowThreads)
     forward_tiny_rows(const ForwardParameters<X, X, W> p) {
   using Run = TinyRun<X, kLanes, kCount>;
-  constexpr int kRows = tiny_forward_rows(kCount, sizeof(X));
+  constexpr int kRows = kTinyForwardRows<X, kCount>;
   using Tile = TinyTile<X, kLanes, kCount, kRows>;
   using Values = typename Run::Values;
   constexpr int kSize = static_cast<int>(sizeof(X));

@@ -5,6 +5,19 @@
 namespace fastnorm::cuda {
 namespace {
 
+// Of the kernels that add up the `partials` rows of partial sums and write dw and db, each in its
+// own dtype, where they are asked for.
+template <class A>
+struct FinishParameters {
+  int64_t cols;
+  int64_t partials;
+  const A* dw_partials;
+  const A* db_partials;
+  void* dw;
+  void* db;
+  DType dw_dtype, db_dtype;
+};
+
 template <class A, int kVector>
 struct alignas(sizeof(A) * kVector) Vector {
   A values[kVector];
@@ -166,17 +179,19 @@ cudaError_t launch_finish(const FinishParameters<A>& p, const BackwardPlan& plan
 }  // namespace
 
 template <class A>
-cudaError_t finish_weight_grads(const FinishParameters<A>& p, const BackwardPlan& plan,
-                                cudaStream_t stream) {
+cudaError_t finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
+                                const A* dw_partials, const A* db_partials, cudaStream_t stream) {
+  const FinishParameters<A> p{args.cols, plan.partials, dw_partials,       db_partials,
+                              args.dw,   args.db,       args.weight_dtype, args.bias_dtype};
   if constexpr (sizeof(A) == 4) {
     if (finish_vector(DType::kFloat32, p.cols) == 4) return launch_finish<A, 4>(p, plan, stream);
   }
   return launch_finish<A, 1>(p, plan, stream);
 }
 
-template cudaError_t finish_weight_grads<float>(const FinishParameters<float>&, const BackwardPlan&,
-                                                cudaStream_t);
-template cudaError_t finish_weight_grads<double>(const FinishParameters<double>&,
-                                                 const BackwardPlan&, cudaStream_t);
+template cudaError_t finish_weight_grads(const BackwardArgs&, const BackwardPlan&, const float*,
+                                         const float*, cudaStream_t);
+template cudaError_t finish_weight_grads(const BackwardArgs&, const BackwardPlan&, const double*,
+                                         const double*, cudaStream_t);
 
 }  // namespace fastnorm::cuda

@@ -300,31 +300,10 @@ cudaError_t launch_column_sums(const BackwardArgs& args, const BackwardPlan& pla
                 stream)(kernel, p);
 }
 
-// Of the kernels that add up the `partials` rows of partial sums and write dw and db, each in its
-// own dtype, where they are asked for.
+// Adds up the rows of partial sums that a plan has, and writes dw and db, each in its own dtype,
+// where they are asked for (weight_grads.cu).
 template <class A>
-struct FinishParameters {
-  int64_t cols;
-  int64_t partials;
-  const A* dw_partials;
-  const A* db_partials;
-  void* dw;
-  void* db;
-  DType dw_dtype, db_dtype;
-};
-
-// Launches one of those, of weight_grads.cu.
-template <class A>
-cudaError_t finish_weight_grads(const FinishParameters<A>& p, const BackwardPlan& plan,
-                                cudaStream_t stream);
-
-template <class A>
-cudaError_t launch_finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
-                                       const A* dw_partials, const A* db_partials,
-                                       cudaStream_t stream) {
-  return finish_weight_grads<A>({args.cols, plan.partials, dw_partials, db_partials, args.dw,
-                                 args.db, args.weight_dtype, args.bias_dtype},
-                                plan, stream);
-}
+cudaError_t finish_weight_grads(const BackwardArgs& args, const BackwardPlan& plan,
+                                const A* dw_partials, const A* db_partials, cudaStream_t stream);
 
 }  // namespace fastnorm::cuda
