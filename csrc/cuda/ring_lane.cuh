@@ -75,7 +75,7 @@ struct RingPlace {
   int begin, run;
   int behind;            // columns behind the run, one to a lane
   int behind_from_here;  // of those, this lane's and the next ones'
-  int64_t unit;  // the first that its group works on (see RingParameters)
+  int64_t unit;          // the first that its group works on (see RingParameters)
   // Rows of this team: `first`, first + stride, ...; `count` of them, beyond the last row perhaps.
   int count;
   int64_t first, stride;
