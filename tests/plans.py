@@ -62,9 +62,9 @@ def capacity(plan: dict[str, Any], dtype: str) -> int:
 
 
 def is_very_short(direction: str, cols: int, dtype: str) -> bool:
-    """Whether a warp takes rows by column as they lie in memory, many at once."""
-    by_16_bit = direction == "forward" and dtype != "float32" and cols in range(111, 128, 2)
-    return cols <= 64 or by_16_bit
+    """Whether a warp takes rows by column as they lie in memory, many at once, if it does."""
+    longer = direction == "forward" and SIZES[dtype] == 2 and cols <= (127 if cols % 2 else 104)
+    return cols <= 64 or longer
 
 
 def all_plans(

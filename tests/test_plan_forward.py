@@ -54,7 +54,7 @@ def test_wide_rows_leave_the_cache_room_for_weight_and_bias(one_dtype: bool) -> 
         shared = next(
             kilobytes
             for kilobytes in (100, 132, 164, 196)
-            if blocks * (plan["shared_bytes"] + 1280) <= kilobytes * 1024
+            if blocks * -(-(plan["shared_bytes"] + 1312) // 128 * 128) <= kilobytes * 1024
         )
         assert (256 - shared) * 1024 > cols * (4 if one_dtype else 8)
         elsewhere = _C.plan("forward", 1, cols, "bfloat16", aligned=False, memory_bandwidth=3352)
@@ -62,19 +62,52 @@ def test_wide_rows_leave_the_cache_room_for_weight_and_bias(one_dtype: bool) -> 
     assert taken > (1800 if one_dtype else 1000)
 
 
+def test_a_warp_has_ten_steps_of_wide_float32_rows() -> None:
+    """Of 64 columns, or fewer; uneven ones, wherever they begin, however many there are."""
+    for cols in range(1000, 10_700):
+        plans = [
+            _C.plan("forward", rows, cols, "float32", aligned=aligned, contiguous=aligned)
+            for rows, aligned in ((1, False), (100_000, True))
+        ]
+        plan = plans[0]
+        wide = plan["in_bulk"] and plan["rows_per_block"] == 1 and not plan["bulk_stages"]
+        assert wide == (cols % 4 != 0 and 1025 <= cols <= 10_624)
+        if not wide:
+            continue
+        assert {**plans[1], "blocks": 1, "vectorized": False} == plan
+        steps = -(-cols // 64)
+        warps = plan["threads_per_row"] // 32
+        assert warps == min(16, -(-steps // 10))
+        assert steps // warps >= 2  # the first four columns of each lane exist
+        assert plan["columns_per_thread"] == 2 * -(-steps // warps)
+        assert plan["shared_bytes"] >= 4 * cols + 28 + 32
+        for other in ({"y_as_x": False}, {"compute_capability": 120}, {"memory_bandwidth": 3352}):
+            assert not _C.plan("forward", 5000, cols, "float32", **other)["in_bulk"]
+
+
 @pytest.mark.parametrize("one_dtype", [True, False])
 @pytest.mark.parametrize("dtype", SIZES)
 def test_blocks_that_stay_have_rows_wider_than_those(dtype: str, one_dtype: bool) -> None:
-    """Uneven 16-bit ones, in one order, by the fewest of one, two, four and eight that can."""
+    """Uneven ones, in one order, by the fewest of one, two, four and eight that can; but four have
+    fewer columns of float32 than they could.
+    """
+    if dtype == "float32" and not one_dtype:
+        pytest.skip("parameters of float32 rows are float32")
+    size = SIZES[dtype]
     taken: dict[int, set[int]] = {}
     widths = (16_384, 16_385, 21_856, 21_857, *WIDE, *range(16_386, 168_961, 397), 168_959, 168_961)
+    if size == 4:
+        widths = (10_624, 10_625, 12_671, 12_673, *WIDE, *range(10_626, 101_376, 397), 101_375)
+        widths += (42_239, 42_241, 101_377)
     for cols in widths:
         orders = set()
         for rows, aligned in itertools.product((1, 5, 140, 200_000), (False, True)):
             call = {"aligned": aligned, "contiguous": aligned, "one_dtype": one_dtype}
             plan = _C.plan("forward", rows, cols, dtype, **call)
-            least = 21_856 if one_dtype else 16_384
-            streams = SIZES[dtype] == 2 and cols % 8 != 0 and least < cols <= 168_960
+            least, most = (21_856 if one_dtype else 16_384), 168_960
+            if size == 4:
+                least, most = 10_624, 101_376
+            streams = size < 8 and cols * size % 16 != 0 and least < cols <= most
             assert (plan["bulk_stages"] > 0) == streams, cols
             if not streams:
                 continue
@@ -88,7 +121,7 @@ def test_blocks_that_stay_have_rows_wider_than_those(dtype: str, one_dtype: bool
             assert 100 // blocks <= clusters <= 132 // blocks or clusters == rows
             assert plan["most_ahead"] == (clusters * 5 // 4 if rows > 8 * clusters else 0)
             assert 4 <= plan["bulk_stages"] <= 8
-            assert plan["shared_bytes"] == plan["bulk_stages"] * (11 * 64 * 2 * pairs + 32)
+            assert plan["shared_bytes"] == plan["bulk_stages"] * (11 * 64 * size * pairs + 32)
             assert plan["shared_bytes"] <= 222 * 1024
         assert len(orders) <= 1
         for other in ({"y_as_x": False}, {"compute_capability": 120}, {"kernel": "ring"},
@@ -98,6 +131,10 @@ def test_blocks_that_stay_have_rows_wider_than_those(dtype: str, one_dtype: bool
         kernels = set(range(16, 31))
         expected = {2: kernels, 4: kernels, 8: kernels}
         assert taken == (expected if one_dtype else {1: set(range(24, 31)), **expected})
+    if size == 4:
+        assert set(taken) == {1, 2, 4, 8}
+        assert set().union(*taken.values()) == set(range(8, 19))
+        assert max(taken[4]) == 15
 
 
 @pytest.mark.parametrize("one_dtype", [True, False])
@@ -379,28 +416,48 @@ def test_the_forward_asks_for_no_kernel_that_is_not_compiled(
     if dtype == "float32" and not one_dtype:
         pytest.skip("parameters of float32 rows are float32")
     shapes, tiny = set(), set()
-    for cols, aligned in itertools.product(range(1, 3200), (True, False)):
+    memories: list[dict[str, int]] = [{}, {"memory_bandwidth": 3352}]
+    for cols, aligned, memory in itertools.product(range(1, 3200), (True, False), memories):
         plan = _C.plan(
-            "forward", 100_000, cols, dtype, aligned=aligned, one_dtype=one_dtype, kernel=kernel
-        )
+            "forward", 100_000, cols, dtype, aligned=aligned, one_dtype=one_dtype, kernel=kernel,
+            **memory,
+        )  # fmt: skip
         lanes = plan["threads_per_row"]
-        if plan["kernel"] == "elements":
+        if plan["kernel"] == "elements" and plan["rows_per_block"] > 1:  # one: for any width
             short = is_very_short("forward", cols, dtype)
             (tiny if short else shapes).add((min(lanes, 64), plan["columns_per_thread"]))
         if plan["kernel"] == "short_rows" and plan["vectorized"]:
             assert (lanes, plan["chunks_per_thread"]) != (1, 2)
-    compiled = {(8, columns) for columns in range(12, 33, 4)}
+    compiled = {(8, columns) for columns in range(12, 29 if dtype == "float32" else 33, 4)}
     compiled |= {(64, columns) for columns in range(20, 33, 4)}
     if dtype == "float32":
         assert (1, 8) not in tiny
-        compiled |= {(16, columns) for columns in (20, 24, 28)} | {(32, 28)}
+        compiled |= {(16, columns) for columns in (16, 20, 24, 28)} | {(32, 28)}
     else:
         compiled |= {(lanes, columns) for lanes in (16, 32) for columns in range(20, 33, 4)}
     assert shapes <= compiled
     if kernel != "short_rows":
-        wide_lanes = {(8, 8), (8, 14), (8, 16), (16, 8)}  # of 51 columns, of 111 to 125, and of 127
+        wide_lanes = {(8, columns) for columns in range(8, 17, 2)} | {(16, 6), (16, 8)}
         widest = {(lanes, columns) for lanes, columns in tiny if lanes >= 8}
         assert widest == ({(8, 6), (8, 8)} if dtype == "float32" else wide_lanes)
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_warps_have_several_tiles_of_many_very_short_rows(dtype: str) -> None:
+    """16-bit ones: at most four, and only where all multiprocessors have blocks enough."""
+    for cols in range(1, 128):
+        if cols * SIZES[dtype] % 16 == 0 or not is_very_short("forward", cols, dtype):
+            continue
+        few, many = (
+            _C.plan("forward", rows, cols, dtype) for rows in (10_000, 500_000_000 // cols)
+        )
+        if few["kernel"] != "elements":
+            continue
+        lanes, columns = few["threads_per_row"], few["columns_per_thread"]
+        assert few["rows_per_block"] == few["rows_per_thread"] * 128 // lanes
+        most = 1 if SIZES[dtype] == 4 else 4 if lanes > 1 else 2 if columns >= 12 else 1
+        assert many["rows_per_block"] == most * few["rows_per_block"]
+        assert all(few.get(field) == many.get(field) for field in SUMMATION)
 
 
 @pytest.mark.parametrize("dtype", SIZES)

@@ -150,7 +150,7 @@ __device__ __forceinline__ void copy_granule(unsigned target, const void* source
 
 // Closes a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -158,7 +158,7 @@ __device__ __forceinline__ void commit_copies() {
 // Waits until at most kPending of this thread's groups are still under way.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }

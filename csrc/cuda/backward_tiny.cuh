@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
   constexpr int kRows = kTinyBackwardRows<X, kCount>;
   using Run = TinyRun<X, kLanes, kCount>;
   using Tile = TinyTile<X, kLanes, kCount, kRows>;
+  using Tiles = TinyTiles<Tile>;
   using Values = typename Run::Values;
   constexpr int kSize = static_cast<int>(sizeof(X));
   constexpr int kWarps = kTinyThreads / kWarpSize;
@@ -34,36 +35,53 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
   const int warp = warp_index();
   const int team = threadIdx.x % kWarpSize / kLanes;
   const int cols = static_cast<int>(p.cols);
-  const Run run(cols);
+  Run run(cols);
   Storage& storage = memory[warp];
+  const int x_offset = Tile::offset_of(p.x, p.x_row_stride == cols);
+  const int dy_offset = Tile::offset_of(p.dy, p.dy_row_stride == cols);
+  const int dx_offset = Tile::put_offset_of(p.dx);
+  run.granules = cols == kLanes * kCount && (x_offset | dy_offset | dx_offset) == 0;
   // Where this lane's first column of its first row lies.
   const int mine = (team * cols + run.begin) * kSize;
-  const unsigned x_place =
-      shared_address(storage.x) + Tile::offset_of(p.x, p.x_row_stride == cols) + mine;
-  const unsigned dy_place =
-      shared_address(storage.dy) + Tile::offset_of(p.dy, p.dy_row_stride == cols) + mine;
-  const unsigned dx_place = shared_address(storage.dx) + Tile::offset_of(p.dx, true) + mine;
+  const unsigned x_place = shared_address(storage.x) + x_offset + mine;
+  const unsigned dy_place = shared_address(storage.dy) + dy_offset + mine;
+  const unsigned dx_place = shared_address(storage.dx) + dx_offset + mine;
   const int next_row = Run::kTeams * cols * kSize;
 
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWarps * Tile::kTileRows;
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Tile::kTileRows;
-  const auto copy_tile = [&](int stage, int64_t first) {
-    if (first < p.rows) {
+  const bool dense = p.x_row_stride == cols && p.dy_row_stride == cols;
+  const Tiles tiles(p.rows, static_cast<int>(blockIdx.x) * kWarps + warp,
+                    static_cast<int>(gridDim.x) * kWarps, Tiles::count_of(p.rows), dense);
+  const int64_t begin = Tiles::first_row(tiles.tile) * cols;
+  TinyGranules<Tile, const X> x_granules(p.x + begin, cols, false);
+  TinyGranules<Tile, const X> dy_granules(p.dy + begin, cols, false);
+  TinyGranules<Tile, X> dx_granules(p.dx + begin, cols, true);
+  const int next_tile = tiles.step * Tile::kTileRows * cols;
+  const auto fetch = [&](int stage, int tile) {
+    if (tile < tiles.whole) {
+      x_granules.copy_in(storage.x[stage]);
+      dy_granules.copy_in(storage.dy[stage]);
+    } else if (tile < tiles.end) {
+      const int64_t first = Tiles::first_row(tile);
       Tile::copy(storage.x[stage], p.x, p.x_row_stride, first, p.rows, cols);
       Tile::copy(storage.dy[stage], p.dy, p.dy_row_stride, first, p.rows, cols);
     }
+    x_granules.next += next_tile;
+    dy_granules.next += next_tile;
     commit_copies();
   };
   float next_mean[kRows], next_rstd[kRows];
-  const auto load_statistics = [&](int64_t first) {
+  const auto load_statistics = [&](int tile) {
+    if (tile >= tiles.end) return;
+    const int64_t first = Tiles::first_row(tile) + team;
+    const int rows = tiles.rows_of(tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first + r * Run::kTeams + team;
-      next_mean[r] = row < p.rows ? __ldg(p.mean + row) : 0.f;
-      next_rstd[r] = row < p.rows ? __ldg(p.rstd + row) : 0.f;
+      const bool exists = r * Run::kTeams + team < rows;
+      next_mean[r] = exists ? __ldg(p.mean + first + r * Run::kTeams) : 0.f;
+      next_rstd[r] = exists ? __ldg(p.rstd + first + r * Run::kTeams) : 0.f;
     }
   };
-  load_statistics(begin);
+  load_statistics(tiles.tile);
   Values weight;
   if (kIs16Bit<X> && p.weight_dtype == DType::kFloat32) {
     run.load_parameter(weight, static_cast<const float*>(p.weight), 1.f);
@@ -71,20 +89,20 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
     run.load_parameter(weight, static_cast<const X*>(p.weight), 1.f);
   }
 #pragma unroll 1
-  for (int s = 0; s < kTinyStages; ++s) copy_tile(s, begin + s * stride);
+  for (int s = 0; s < kTinyStages; ++s) fetch(s, tiles.tile + s * tiles.step);
   Values dw = {}, db = {};
   let_next_kernel_start();
 
   int stage = 0;
 #pragma unroll 1
-  for (int64_t first = begin; first < p.rows; first += stride) {
+  for (int tile = tiles.tile; tile < tiles.end; tile += tiles.step) {
     float mean[kRows], rstd[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       mean[r] = next_mean[r];
       rstd[r] = next_rstd[r];
     }
-    load_statistics(first + stride);
+    load_statistics(tile + tiles.step);
     wait_copies<kTinyStages - 1>();
     __syncwarp();  // the lanes' copies have arrived
 #pragma unroll
@@ -111,11 +129,14 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
       run.store(x, dx_place + r * next_row);
     }
     __syncwarp();
-    const int64_t rows = min(p.rows - first, int64_t{Tile::kTileRows});
-    write_staged<Tile::kCapacity>(p.dx + first * cols, reinterpret_cast<const X*>(storage.dx),
-                                  static_cast<int>(rows) * cols);
+    if (tile < tiles.whole && dx_granules.aligned) {
+      dx_granules.copy_out(storage.dx);
+    } else {
+      Tile::write(p.dx + Tiles::first_row(tile) * cols, storage.dx, tiles.rows_of(tile) * cols);
+    }
+    dx_granules.next += next_tile;
     __syncwarp();  // before the places are filled again
-    copy_tile(stage, first + kTinyStages * stride);
+    fetch(stage, tile + kTinyStages * tiles.step);
     stage = stage == kTinyStages - 1 ? 0 : stage + 1;
   }
   wait_copies<0>();

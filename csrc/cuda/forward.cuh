@@ -327,8 +327,6 @@ cudaError_t forward_of(const ForwardArgs& args, const ForwardPlan& plan, void* w
                        cudaStream_t stream) {
   if constexpr (!std::is_same_v<X, double>) {
     if (plan.kernel == Kernel::kRing) return launch_forward_ring<X>(args, plan, workspace, stream);
-  }
-  if constexpr (kIs16Bit<X>) {
     if (plan.bulk_stages > 0) return launch_forward_wide<X>(args, plan, stream);
   }
   return visit_other<X>(args.y_dtype, [&](auto y_type) {

@@ -142,10 +142,13 @@ cudaError_t launch_long_elements(ForwardParameters<X, X, W> p, const ForwardPlan
 // lanes hold shorter rows; rows whose whole chunks fill warps are in chunks (chunks_fill_warps).
 template <class X>
 constexpr bool holds_elements(int lanes, int columns) {
-  if (lanes == kLeastElementLanes) return true;
+  constexpr bool kIsFloat = std::is_same_v<X, float>;
+  if (lanes == kLeastElementLanes) return !kIsFloat || columns < kMostElementColumns;
+  if (kIsFloat && lanes == 2 * kLeastElementLanes && columns == kMostElementColumns / 2)
+    return true;
   if (columns <= kMostElementColumns / 2) return false;
-  if (std::is_same_v<X, float> && lanes == kWarpSize) return columns == 28;
-  return !std::is_same_v<X, float> || lanes > kWarpSize || columns < kMostElementColumns;
+  if (kIsFloat && lanes == kWarpSize) return columns == 28;
+  return !kIsFloat || lanes > kWarpSize || columns < kMostElementColumns;
 }
 
 template <class X, class W>
@@ -161,9 +164,7 @@ template <class X, class W>
 cudaError_t launch_elements(const ForwardParameters<X, X, W>& p, const ForwardPlan& plan,
                             cudaStream_t stream) {
   if (is_tiny_forward(p.cols, sizeof(X))) return launch_tiny_rows(p, plan, stream);
-  if constexpr (kIs16Bit<X>) {
-    if (plan.rows_per_block == 1) return launch_wide_elements(p, plan, stream);
-  }
+  if (plan.rows_per_block == 1) return launch_wide_elements(p, plan, stream);
   const auto launch_lanes = [&](auto lanes, auto pairs, auto pairing) {
     constexpr int kLanes = decltype(lanes)::value, kColumns = 2 * decltype(pairs)::value;
     constexpr Pairing kPairing = decltype(pairing)::value;

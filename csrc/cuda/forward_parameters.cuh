@@ -33,8 +33,9 @@ struct ForwardParameters {
   A* rstd;
   SetMoments<A>* segment_moments;  // [rows, segments]
   int cluster_size;
-  int warp_steps, first_longer_warp;  // of kElements, in long rows
-  FirstBlocks first;                  // of kCluster one, which sends; not of kSplit
+  // Of kElements in long rows; warp_steps of very short ones, too: tiles of a warp.
+  int warp_steps, first_longer_warp;
+  FirstBlocks first;  // of kCluster one, which sends; not of kSplit
 };
 
 // Of forward_elements.cuh.

@@ -1,4 +1,4 @@
-// The forward of wide 16-bit rows that end within a chunk, a row in a block: x comes by one bulk
+// The forward of wide rows that end within a chunk, a row in a block: x comes by one bulk
 // copy, wherever the row begins, and y leaves by another. Lanes have pairs of columns, which they
 // read from shared memory for the sums and once more for y.
 //
@@ -19,7 +19,7 @@ namespace fastnorm::cuda {
 // The columns that a warp has of a row in shared memory: steps of a pair in each lane.
 template <class X>
 struct WideRun {
-  static constexpr int kStep = 2 * kWarpSize;
+  static constexpr int kStep = kPairStep, kGap = kPairGap<X>;
   static constexpr auto kSize = static_cast<unsigned>(sizeof(X));
   // Chains in which a lane adds up, each of a quarter of its columns.
   static constexpr int kChains = 4;
@@ -30,7 +30,7 @@ struct WideRun {
   int left;    // columns from there on
 
   __device__ __forceinline__ WideRun(int begin, int end) : cols(end - begin) {
-    column = begin + static_cast<int>(threadIdx.x) % kWarpSize * 2;
+    column = begin + first_of_lane<X>();
     left = end - column;
   }
 
@@ -60,7 +60,7 @@ struct WideRun {
   }
   template <class All>
   __device__ __forceinline__ bool has(All, int s, int j) const {
-    return All::value || s * kStep + j < left;
+    return All::value || s * kStep + j * kGap < left;
   }
 
   // From where this lane's first column is; zero what does not exist. kPaired: in whole words.
@@ -73,10 +73,7 @@ struct WideRun {
       if constexpr (kPaired && All::value) {
         pairs[i] = load_pair<X>(from);
       } else {
-        uint32_t low = 0, high = 0;
-        if (has(all, s + i, 0)) low = load_bits16(from);
-        if (has(all, s + i, 1)) high = load_bits16(from + kSize);
-        pairs[i].set_bits32(0, low | high << 16);
+        pairs[i] = load_pair<X>(from, has(all, s + i, 0), has(all, s + i, 1));
       }
     }
   }
@@ -88,7 +85,7 @@ struct WideRun {
     const W* const mine = parameters + column + s * kStep;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      if constexpr (kPlain && All::value) {
+      if constexpr (kIs16Bit<X> && kPlain && All::value) {
         const auto pair = *reinterpret_cast<const Pack<W, 2>*>(mine + i * kStep);
 #pragma unroll
         for (int j = 0; j < 2; ++j) values[i][j] = pair.template get<float>(j);
@@ -97,7 +94,7 @@ struct WideRun {
         for (int j = 0; j < 2; ++j) {
           values[i][j] = absent;
           if ((kPlain || parameters != nullptr) && has(all, s + i, j)) {
-            values[i][j] = widen(mine[i * kStep + j]);
+            values[i][j] = widen(mine[i * kStep + j * kGap]);
           }
         }
       }
@@ -154,7 +151,8 @@ struct WideRun {
       sums[chain] = fma(delta, Moments::kShare, sums[chain]);
       squares[chain] = fma(delta, delta, squares[chain]);
     });
-    const int count = left / kStep * 2 + min(2, max(0, left % kStep));
+    const int rest = left % kStep;
+    const int count = left / kStep * 2 + (rest > 0 ? 1 : 0) + (rest > kGap ? 1 : 0);
     const Moments thread{reference, sum_of(sums), sum_of(squares), static_cast<float>(count)};
     const auto total = static_cast<float>(cols);
     return merge_warp(thread, total, quotient(1.f, total));
@@ -195,11 +193,10 @@ struct WideRun {
         if constexpr (kPaired && decltype(all)::value) {
           put_pair(to, pairs[i]);
         } else {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const bool keeps = kShifts && s + i == 0 && is_kept(j, shift);
-            if (!keeps && has(all, s + i, j)) put_element(to + j * kSize, pairs[i].element(j));
-          }
+          const auto puts = [&](int j) {
+            return has(all, s + i, j) && !(kShifts && s + i == 0 && is_kept(j, shift));
+          };
+          put_pair(to, pairs[i], puts(0), puts(1));
         }
       }
     });
@@ -208,17 +205,12 @@ struct WideRun {
 
   // Puts what `put` returned.
   __device__ __forceinline__ void put_kept(unsigned mine, int shift, const Pack<X, 2>& kept) const {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (is_kept(j, shift)) {
-        put_element(mine + (j - shift) * static_cast<int>(kSize), kept.element(j));
-      }
-    }
+    put_pair(mine - shift * kSize, kept, is_kept(0, shift), is_kept(1, shift));
   }
 
  private:
   static __device__ __forceinline__ bool is_kept(int j, int shift) {
-    return static_cast<int>(threadIdx.x) % kWarpSize * 2 + j < shift;
+    return first_of_lane<X>() + j * kGap < shift;
   }
 };
 
@@ -305,7 +297,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
     standardize(kNo, kNo, kYes);
   } else if (find_shift() != 0) {
     standardize(kNo, kYes, kYes);
-  } else if (find_x().begin % 2 == 0) {
+  } else if (kIs16Bit<X> && find_x().begin % 2 == 0) {
     standardize(kYes, kYes, kNo);
   } else {
     standardize(kNo, kYes, kNo);
@@ -326,8 +318,9 @@ cudaError_t launch_wide_elements(ForwardParameters<X, X, W> p, const ForwardPlan
   share_out_runs(p, plan.threads_per_row / kWarpSize);
   const auto kernel = forward_wide_elements<X, W>;
   static std::atomic<uint64_t> prepared{0};  // a bit per device
-  const cudaError_t error = allow_blocks(reinterpret_cast<const void*>(kernel),
-                                         wide_row_bytes(kMostWideColumns), false, prepared);
+  const cudaError_t error =
+      allow_blocks(reinterpret_cast<const void*>(kernel),
+                   wide_row_bytes(most_wide_columns(sizeof(X)), sizeof(X)), false, prepared);
   if (error != cudaSuccess) return error;
   return launch_in_turns(kernel, dim3(plan.threads_per_row), p, plan, stream);
 }

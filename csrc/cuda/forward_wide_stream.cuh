@@ -1,4 +1,4 @@
-// The forward of wide 16-bit rows that end within a chunk, wherever they begin. Blocks stay, or
+// The forward of wide rows that end within a chunk, wherever they begin. Blocks stay, or
 // clusters of them, and have a row at a time, by 11 warps of each block, whose lanes have pairs of
 // columns. One warp more copies rows of x into a ring of stages in shared memory, by bulk copies,
 // and what the others have put in the place of x back, as y. Weight and bias are in registers.
@@ -11,7 +11,9 @@
 // columns .88 and .95, 24577 .89 and .93, 28001 .785 and .92, 32767 .80 and .92, 36001 .67 and .93,
 // 40001 .75 and .935, 44001 .855 and .93, 50257 .85 and .93, 57001 .80 and .91, 65537 .80 and .92,
 // 75001 .80 and .925, 84001 .79 and .91, 98001 .80 and .93, 115001 .79 and .93, 131071 .73 and .93,
-// 140001 .79 and .925, 168001 .85 and .915.
+// 140001 .79 and .925, 168001 .85 and .915. Float32 in the ring and so, 134 or 268 MB: 11311 .91
+// and .955, 14497 .87 and .935, 20001 .90 and .94, 28001 .89 and .93, 40001 .83 and .93, 45101 .78
+// and .955, 50257 .80 and .95, 65537 .85 and .94; but 112001 .92 and .90.
 #pragma once
 
 #include "forward_parameters.cuh"
@@ -53,8 +55,10 @@ struct WideForwardParts {
         y(p.y + row * p.cols + share.from, share.to - share.from) {}
 };
 
-// Whether all of y lies in granules as x does, so that it may leave from its place. Else it has
-// room of its own, of two rows in turn.
+// Whether all of y lies in granules as x does, so that it may leave from its place. Else 16-bit y
+// has room of its own, of two rows in turn, and float32 leaves from registers: such room is twice
+// as large there, and 12289 columns, one element off, took 105 us on an H200 so, 80 us from
+// registers (and 78 us in chunks realigned in registers).
 template <class X>
 __host__ __device__ inline bool is_in_place(const WideForward<X>& p) {
   const auto apart = reinterpret_cast<uintptr_t>(p.x) - reinterpret_cast<uintptr_t>(p.y);
@@ -62,6 +66,11 @@ __host__ __device__ inline bool is_in_place(const WideForward<X>& p) {
 }
 
 constexpr int kWideOutputs = 2;
+
+template <class X>
+__host__ __device__ inline bool has_outputs(const WideForward<X>& p) {
+  return kIs16Bit<X> && !is_in_place(p);
+}
 
 // Of the moments that warps tell each other: of the next row in each turn, or now and then of the
 // row of that turn as well, but so rarely that those told eight times ago were at the least four
@@ -74,7 +83,7 @@ __device__ __forceinline__ void copy_wide_rows(const WideForward<X>& p, const Wi
                                                const BulkBarriers& barriers, unsigned left,
                                                unsigned char* memory) {
   const int lane = threadIdx.x % kWarpSize;
-  const bool in_place = is_in_place(p);
+  const bool in_place = is_in_place(p), outputs = has_outputs(p);
   const auto stage_of = [&](int s) { return reinterpret_cast<X*>(memory + s * p.tensor_bytes); };
   const auto fetch = [&](int i, int s) {
     const int64_t row = share.row(i);
@@ -94,6 +103,7 @@ __device__ __forceinline__ void copy_wide_rows(const WideForward<X>& p, const Wi
   };
 
   const auto send = [&](int i, int s) {
+    if (!in_place && !outputs) return;
     const WideForwardParts<X> parts(p, share, share.row(i));
     const X* const y = in_place ? stage_of(s) + (parts.x.begin - parts.y.begin)
                                 : stage_of(p.stages + i % kWideOutputs);
@@ -104,7 +114,7 @@ __device__ __forceinline__ void copy_wide_rows(const WideForward<X>& p, const Wi
   };
   copy_in_turns(p, share, barriers, p.stages, pause_of_wide_rows<X, 2>(p), fetch, send, [&](int i) {
     constexpr auto kBytes = static_cast<unsigned>(sizeof(uint64_t));
-    if (!in_place) arrive(left + i % kWideOutputs * kBytes);
+    if (outputs) arrive(left + i % kWideOutputs * kBytes);
   });
   __syncwarp();  // as one to the barrier behind
 }
@@ -148,13 +158,14 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
   let_next_kernel_start();
   const WideShare share(p, rank, warps);
 
-  // kApart: y does not take the place of x.
+  // kApart: y does not take the place of x. kDirect: it leaves from registers then.
   const auto process = [&](auto paired, auto apart) {
     constexpr bool kPaired = decltype(paired)::value, kApart = decltype(apart)::value;
+    constexpr bool kDirect = kApart && !kIs16Bit<X>;
     const int lane = threadIdx.x % kWarpSize;
     const int row_warp = rank * warps + warp;
     const int begin = begin_of_warp_run(p, row_warp), end = begin_of_warp_run(p, row_warp + 1);
-    const int column = begin + lane * 2;
+    const int column = begin + first_of_lane<X>();
     const Columns columns{end - column};
     typename Columns::Values weight, bias;
     columns.load_parameters(weight, p.weight, p.parameter_dtype, column, 1);
@@ -181,7 +192,8 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         visitor(s, x[s % kSlots]);
       }
     };
-    const auto put = [&](unsigned target, const auto& xhat) {
+    const auto put = [&](int i, unsigned target, const auto& xhat) {
+      [[maybe_unused]] X* const direct = kDirect ? p.y + share.row(i) * p.cols + column : nullptr;
       visit(place, [&](int s, const Pack<X, 2>& x) {
         float y[2];
 #pragma unroll
@@ -190,7 +202,11 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         }
         Pack<X, 2> pair;
         pair.set_pair(0, y[0], y[1]);
-        columns.template store<kPaired>(target, s, pair);
+        if constexpr (kDirect) {
+          columns.store_global(direct, s, pair);
+        } else {
+          columns.template store<kPaired>(target, s, pair);
+        }
       });
     };
     // This lane's sums of a row.
@@ -317,7 +333,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
           p.rstd[share.row(i)] = rstd;
         }
         unsigned target = place;
-        if constexpr (kApart) {
+        if constexpr (kApart && !kDirect) {
           target = memory + (p.stages + i % kWideOutputs) * p.tensor_bytes + y_begin;
           y_begin = (y_begin + y_step) % kSectorBytes;
           if (i >= kWideOutputs) {
@@ -326,9 +342,9 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         }
         if (near) {
           const float constant = -mean * rstd;
-          put(target, [&](float x) { return fma(x, rstd, constant); });
+          put(i, target, [&](float x) { return fma(x, rstd, constant); });
         } else {
-          put(target, [&](float x) { return (x - mean) * rstd; });
+          put(i, target, [&](float x) { return (x - mean) * rstd; });
         }
         publish_to_copies();
         arrive(barriers.written_of(turn.stage));
@@ -348,8 +364,8 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
     // Whether all rows of this block begin at whole words.
     const int64_t strides = share.count > 1 ? p.x_row_stride * share.step : 0;
     const WideForwardParts<X> parts(p, share, share.first);
-    if ((parts.x.begin | strides) % 2 == 0) {
-      process(kYes, kNo);
+    if (kIs16Bit<X> && (parts.x.begin | strides) % 2 == 0) {
+      process(std::bool_constant<kIs16Bit<X>>(), kNo);
     } else {
       process(kNo, kNo);
     }
@@ -381,7 +397,7 @@ cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan
   share_out_runs(p, p.warps * p.cluster_size);
   p.most_ahead = plan.most_ahead;
   p.tensor_bytes = plan.shared_bytes / plan.bulk_stages;
-  const int outputs = is_in_place(p) ? 0 : kWideOutputs;
+  const int outputs = has_outputs(p) ? kWideOutputs : 0;
   p.stages = std::min(plan.bulk_stages, kMostStreamBytes / p.tensor_bytes - outputs);
   const auto launch = [&](auto pairs) {
     const auto kernel = forward_wide_stream<X, decltype(pairs)::value>;
@@ -394,7 +410,8 @@ cudaError_t launch_forward_wide(const ForwardArgs& args, const ForwardPlan& plan
         .in_clusters(plan.cluster_size)
         .overlapping(plan.overlap_launches)(kernel, p);
   };
-  return visit_number<kLeastStreamPairs, kMostStreamPairs>(plan.columns_per_thread / 2, launch);
+  return visit_number<least_stream_pairs(sizeof(X)), most_stream_pairs(sizeof(X))>(
+      plan.columns_per_thread / 2, launch);
 }
 
 }  // namespace fastnorm::cuda

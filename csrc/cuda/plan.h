@@ -137,22 +137,26 @@ constexpr int forward_shared_bytes(int chunks, int shared_chunks, bool stages) {
 }
 
 // Whether rows are very short ones of kElements (tiny.cuh) in the backward: those that end within a
-// chunk, and of one chunk (134 MB on an H200 in registers and so, 8 columns of bfloat16 195 and 130
-// us, 4 of float32 194 and 123, but of two chunks 132 and 151, 128 and 147).
+// chunk, and whole ones of few chunks. 134 MB on an H200, of an elementwise sum, in registers and
+// so: bfloat16 8 columns .51 and .81, 16 .75 and .85, 24 .65 and .88, 32 .77 and .87, one element
+// off 16 .55 and .93, 32 .55 and .97; float32 8 .77 and .86, 12 .85 and .88, 16 .77 and .89, 20 .86
+// and .89, 28 .83 and .90.
 constexpr bool is_tiny(int64_t cols, int element_bytes) {
   const int64_t bytes = cols * element_bytes;
-  return cols <= kMostTinyColumns && (bytes % kChunkBytes != 0 || bytes == kChunkBytes);
+  return cols <= kMostTinyColumns &&
+         (bytes % kChunkBytes != 0 || bytes <= (element_bytes == 2 ? 4 : 7) * kChunkBytes);
 }
 
 // And in the forward: those that end within a chunk, but not two chunks of float32 (6 columns .98
-// of a copy on an H200, .97 so, 7 .99 and .97); and longer ones of a 16-bit type, odd ones: 134 MB
-// of bfloat16 column by column and so, 83 columns 79 and 86 us, 101 76 and 84, 109 73.5 and 76,
-// even ones 100 76 and 80.5, 126 71 and 76; but 127 .79 and .90 of a copy.
+// of a copy on an H200, .97 so, 7 .99 and .97); and longer ones of a 16-bit type, column by column
+// and so, 134 MB of bfloat16: 65 columns .75 and .92, 78 .85 and .96, 87 .92 and .95, 97 .91 and
+// .95, 113 .88 and .93, 125 .92 and .965; but even ones 110 .97 and .96, 126 .99 and .97.
 constexpr bool is_tiny_forward(int64_t cols, int element_bytes) {
-  const bool short_row =
-      cols <= kMostTinyColumns && !(element_bytes == 4 && (cols == 6 || cols == 7));
-  const bool odd_row = element_bytes == 2 && cols % 2 == 1 && cols >= 111 && cols <= 127;
-  return cols * element_bytes % kChunkBytes != 0 && (short_row || odd_row);
+  constexpr int64_t kMost = 127, kMostEven = 104;
+  const bool longer = element_bytes == 2 && cols <= (cols % 2 == 0 ? kMostEven : kMost);
+  const bool two_chunks = element_bytes == 4 && (cols == 6 || cols == 7);
+  return cols * element_bytes % kChunkBytes != 0 && !two_chunks &&
+         (cols <= kMostTinyColumns || longer);
 }
 
 // The lanes of a very short row, and the columns of one, rounded up to pairs.
@@ -165,10 +169,17 @@ struct TinyShape {
 // columns 171 and 146 us, 13 142 and 119, 33 185 and 156, 63 123.5 and 109; forward 108 and 91, 88
 // and 83, 122 and 96, 77 and 76; 111 columns 85.5 and 75. Of float32, which takes twice the shared
 // memory, by up to eight, ten and 12: 17 columns 118, 111 and 111 us, 33 121, 109 and 109, but 22
-// 109, 110 and 120. Two widths have lanes that meet those of other rows in the same banks: forward
-// 51 columns 94 us by up to eight and 108 by up to 16, 127 78 and 86.
+// 109, 110 and 120. Of some widths five to seven lanes of a warp would meet in a bank, or four:
+// forward 51 columns 94 us by up to eight and 108 by up to 16, 127 78 and 86.
+//
+// Rows of one chunk, two or four have one in each lane.
 constexpr TinyShape tiny_shape(int64_t cols, int element_bytes) {
-  const bool meet = cols == 51 || cols == 127;
+  const int chunk = kChunkBytes / element_bytes;
+  if (cols == chunk || cols == 2 * chunk || cols == 4 * chunk) {
+    return {static_cast<int>(cols / chunk), chunk};
+  }
+  const bool meet =
+      cols == 51 || cols == 73 || cols == 85 || cols == 102 || cols == 103 || cols == 127;
   const int most = element_bytes != 2 ? 10 : meet ? 8 : kMostTinyLane;
   const auto lanes = static_cast<int>(next_power_of_two((cols + most - 1) / most));
   const auto each = static_cast<int>((cols + lanes - 1) / lanes);
@@ -190,6 +201,15 @@ constexpr bool is_tiny_shape(int lanes, int columns, int element_bytes, bool for
 constexpr int tiny_forward_rows(int columns, int element_bytes) {
   if (columns > 8) return 2;
   return columns == kLeastTinyLane && element_bytes == 2 ? 8 : 4;
+}
+
+// And tiles of such rows that a warp takes there, at most. What it does before the first is as much
+// as for one: of a copy on an H200, by one, two or three, and four to seven, 134 MB of bfloat16: 33
+// columns .80, .91, .905, 17 .77, .88, .86, 44 .87, .92, .94, 63 .89, -, .965; but 3 .61, .595,
+// .57, 13 .84, .87, .85; of float32 33 .98, -, .97. By blocks that stay 33 .81, 63 .90.
+constexpr int tiny_forward_tiles(int lanes, int columns, int element_bytes) {
+  if (element_bytes != 2) return 1;
+  return lanes > 1 ? 4 : columns >= 12 ? 2 : 1;
 }
 
 // And in the backward, one after the other; and blocks of them that a multiprocessor holds, as
@@ -256,21 +276,27 @@ constexpr int bulk_rows_of_lane(int lanes, int chunks, int element_bytes) {
   return element_bytes == 4 || chunks == 5 || (lanes == 4 && chunks == 4) ? 1 : 2;
 }
 
-// Wide rows of kElements, one in a block (see wide_warps): behind a sector, for where y does not
-// lie in granules as x does it moves to the front by some elements.
-constexpr int kLeastWideColumns = 5633;
-constexpr int kMostWideColumns = 22016;
+// Wide rows of kElements, one in a block (see wide_warps): they begin within a sector, and behind
+// one, for where y does not lie in granules as x does it moves to the front by some elements.
 constexpr int kMostWideSteps = 32;  // of pairs of columns in a lane
-constexpr int wide_row_bytes(int64_t cols) { return kSectorBytes + bulk_tensor_bytes(1, cols); }
+constexpr int least_wide_columns(int element_bytes) { return element_bytes == 2 ? 5633 : 1025; }
+constexpr int most_wide_columns(int element_bytes) { return element_bytes == 2 ? 22016 : 10624; }
+constexpr int wide_row_bytes(int64_t cols, int element_bytes) {
+  return 2 * kSectorBytes + whole_sectors(static_cast<int>(cols) * element_bytes);
+}
 
 // Wider ones, by blocks that stay, or clusters of them, of kWideRowWarps warps that have columns:
 // pairs of columns of a lane, and shared memory of a block, at most.
-constexpr int kLeastStreamColumns = 16385;
-constexpr int kLeastStreamPairs = 16;
-constexpr int kMostStreamPairs = 30;
+constexpr int least_stream_columns(int element_bytes) {
+  return element_bytes == 2 ? 16385 : most_wide_columns(element_bytes) + 1;
+}
+constexpr int least_stream_pairs(int element_bytes) { return element_bytes == 2 ? 16 : 8; }
+constexpr int most_stream_pairs(int element_bytes) { return element_bytes == 2 ? 30 : 18; }
 constexpr int kMostStreamBytes = (227 << 10) - 9728;
-constexpr int64_t kMostStreamColumns =
-    int64_t{kMaxClusterSize} * kWideRowWarps * kMostStreamPairs * 2 * kWarpSize;
+constexpr int64_t most_stream_columns(int element_bytes) {
+  return int64_t{kMaxClusterSize} * kWideRowWarps * most_stream_pairs(element_bytes) * 2 *
+         kWarpSize;
+}
 
 // Shared memory in which a warp of kElements that has `rows` rows with others puts its part of y.
 constexpr int element_stage_bytes(int columns_per_thread, int rows, int element_bytes) {

@@ -67,27 +67,52 @@ bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProper
   return false;
 }
 
-// The warps of a wide uneven row of a 16-bit type: the fewest with which the blocks that find a
-// place leave the L1 cache room for weight and bias (forward_wide.cuh has the figures), and one
-// more if those are seven or less: of a copy on an H200, 268 MB of bfloat16, by the fewest and so
-// 6501 columns .985 and .997, 8801 .97 and .977, 10001 .974 and .984, 11501 .96 and .98, 12289 .977
-// and .985, beside float32 parameters 8191 .967 and .988, 9001 .957 and .984; but 13501 (nine) .98
-// and .96, 14001 (nine) .984 and .966. None: wider rows. On an H100 this is not measured, nor done.
+// Wide uneven rows whose pairs of columns the forward takes from shared memory: 16-bit ones with
+// parameters of either dtype, float32 ones. On an H100 this is not measured, nor done.
+bool are_wide_rows(const ForwardProblem& problem, const DeviceProperties& device) {
+  return can_stream(problem.x_dtype, device) && !has_slow_memory(device) && is_uneven(problem) &&
+         problem.y_as_x && (size_in_bytes(problem.x_dtype) == 2 || problem.one_dtype);
+}
+
+// Steps of kWarpSize pairs of columns.
+int64_t pair_steps(const ForwardProblem& problem) {
+  return ceil_div(problem.cols, int64_t{2} * kWarpSize);
+}
+
+// The warps of such a row that a block holds; none of wider rows.
+//
+// Of a 16-bit type the fewest with which the blocks that find a place leave the L1 cache room for
+// weight and bias (forward_wide.cuh has the figures), and one more if those are seven or less: of a
+// copy on an H200, 268 MB of bfloat16, by the fewest and so 6501 columns .985 and .997, 8801 .97
+// and .977, 10001 .974 and .984, 11501 .96 and .98, 12289 .977 and .985, beside float32 parameters
+// 8191 .967 and .988, 9001 .957 and .984; but 13501 (nine) .98 and .96, 14001 (nine) .984 and .966.
+//
+// Of float32 as many as have ten steps each, of two rows at a time in registers and so, 134 MB:
+// 1286 columns .92 and 1.00, 1471 .93 and 1.00, 2063 .94 and 1.00, 2887 .92 and 1.00; of chunks
+// realigned in registers and so: 7063 .96 and .99, 9187 .885 and .99, 10249 .88 and .98. Nine or
+// ten steps are the best, with seven 1286 columns reach .995, 2063 1.00, 6501 .95, with 14 2063
+// .985, 6501 .975.
 int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   constexpr int kLeast = 4, kMost = 13, kMore = 7;
-  constexpr int kResident = 51;   // warps of 40 registers
-  constexpr int kOfBlock = 1280;  // bytes of shared memory beside the row, the system's too
-  constexpr int kUnified = 256;   // KB of L1 cache and shared memory
+  constexpr int kResident = 51;                    // warps of 40 registers
+  constexpr int kOfBlock = 1312, kGrain = 128;     // bytes of a block beside the row, and of all
+  constexpr int kUnified = 256;                    // KB of L1 cache and shared memory
   constexpr int kShares[] = {100, 132, 164, 196};  // of them, for shared memory (or 228)
   constexpr int kOthers = 8;                       // of the cache, for all but weight and bias
-  if (!can_stream(problem.x_dtype, device) || has_slow_memory(device) ||
-      size_in_bytes(problem.x_dtype) != 2 || !is_uneven(problem) || !problem.y_as_x ||
-      problem.cols < kLeastWideColumns || problem.cols > kMostWideColumns) {
+  constexpr int kFloatSteps = 10;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  if (!are_wide_rows(problem, device) || problem.cols < least_wide_columns(element_bytes) ||
+      problem.cols > most_wide_columns(element_bytes)) {
     return 0;
   }
+  const int64_t steps = pair_steps(problem);
+  if (problem.x_dtype == DType::kFloat32) {
+    return static_cast<int>(
+        std::min<int64_t>(ceil_div(steps, kFloatSteps), kMaxThreadsPerRow / kWarpSize));
+  }
   const int64_t parameters = problem.cols * (problem.one_dtype ? 4 : 8);
-  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
-  const int64_t row = wide_row_bytes(problem.cols) + kOfBlock;
+  const int64_t row =
+      ceil_div(wide_row_bytes(problem.cols, element_bytes) + kOfBlock, kGrain) * kGrain;
   for (int warps = kLeast; warps <= kMost; ++warps) {
     if (steps > int64_t{warps} * kMostWideSteps) continue;
     const int64_t bytes = kResident / warps * row;
@@ -100,13 +125,11 @@ int wide_warps(const ForwardProblem& problem, const DeviceProperties& device) {
   return 0;
 }
 
-// Whether rows are wider than those, and held by blocks that stay, or clusters of them. On an H100
-// this is not measured, nor done.
+// Whether rows are wider than those, and held by blocks that stay, or clusters of them.
 bool streams_wide_rows(const ForwardProblem& problem, const DeviceProperties& device) {
-  return can_stream(problem.x_dtype, device) && !has_slow_memory(device) &&
-         size_in_bytes(problem.x_dtype) == 2 && is_uneven(problem) && problem.y_as_x &&
-         problem.cols >= kLeastStreamColumns && problem.cols <= kMostStreamColumns &&
-         wide_warps(problem, device) == 0;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  return are_wide_rows(problem, device) && problem.cols >= least_stream_columns(element_bytes) &&
+         problem.cols <= most_stream_columns(element_bytes) && wide_warps(problem, device) == 0;
 }
 
 // By one block, two, four or eight, the fewest that hold the row. Of a copy on an H200, bfloat16:
@@ -115,6 +138,11 @@ bool streams_wide_rows(const ForwardProblem& problem, const DeviceProperties& de
 // 24577 (25 KB) in six .96, in eight .95, 40001 (41 KB) in four .94, in five .935; by more 65537
 // (34 KB) in four .915, in six .945, 131071 (38 KB) in four .865, in five .95.
 //
+// Of float32, 134 and 268 MB: 12289 by one .955, by two .945, 22531 by two .947, by four .937, but
+// 45101 by four .93, by eight .955, 50257 .93 and .95. Stages: by two 13001 (28 KB) in five .935,
+// in seven .93, 20001 (42 KB) in four .927, in five .94; by four 28001 (28 KB) in six .93, in seven
+// .925; by eight 45101 (25 KB) in six .955, in eight .94, 80001 (42 KB) in four .83, in five .94.
+//
 // They are kept together (see Pace), where each has many rows: without and so 20001 columns, by one
 // block, .915 and .96, 24577 .91 and .945, 40001 .915 and .94, 65537 .905 and .945, 131071 .925 and
 // .955. With a turn ahead, or a half more, or pauses of two or three turns' time it is the same to
@@ -122,14 +150,23 @@ bool streams_wide_rows(const ForwardProblem& problem, const DeviceProperties& de
 void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
                        const DeviceProperties& device, const PlanRequest& request) {
   constexpr int kFewBytes = 170 << 10, kBytes = 210 << 10;
-  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
-  const auto pairs = [&] { return ceil_div(steps, plan.cluster_size * kWideRowWarps); };
-  for (plan.cluster_size = 1; pairs() > kMostStreamPairs;) plan.cluster_size *= 2;
+  constexpr int kFloatPairs = 15;  // of four blocks
+  constexpr int kFewFloatPairs = 13;
+  const bool is_float = problem.x_dtype == DType::kFloat32;
+  const int element_bytes = size_in_bytes(problem.x_dtype);
+  const auto pairs = [&] {
+    return ceil_div(pair_steps(problem), plan.cluster_size * kWideRowWarps);
+  };
+  const auto most = [&] {
+    return is_float && plan.cluster_size == 4 ? kFloatPairs : most_stream_pairs(element_bytes);
+  };
+  for (plan.cluster_size = 1; pairs() > most();) plan.cluster_size *= 2;
   plan.threads_per_row = kWideRowWarps * kWarpSize;
   plan.columns_per_thread = static_cast<int>(2 * pairs());
-  const int stage = kWideRowWarps * kWarpSize * plan.columns_per_thread * 2 + kSectorBytes;
-  plan.bulk_stages =
-      std::min((plan.cluster_size <= 2 ? kFewBytes : kBytes) / stage, kMostBulkStages);
+  const int stage =
+      kWideRowWarps * kWarpSize * plan.columns_per_thread * element_bytes + kSectorBytes;
+  const bool few = is_float ? pairs() <= kFewFloatPairs : plan.cluster_size <= 2;
+  plan.bulk_stages = std::min((few ? kFewBytes : kBytes) / stage, kMostBulkStages);
   plan.in_bulk = true;
   plan.shared_bytes = plan.bulk_stages * stage;
   // An odd number of them, too, though a block's rows of an odd number of columns then begin at
@@ -147,17 +184,19 @@ void shape_wide_stream(ForwardPlan& plan, const ForwardProblem& problem,
 }
 
 void shape_wide_elements(ForwardPlan& plan, const ForwardProblem& problem, int warps) {
-  const int64_t steps = ceil_div(problem.cols, int64_t{2} * kWarpSize);
   plan.threads_per_row = warps * kWarpSize;
-  plan.columns_per_thread = static_cast<int>(ceil_div(steps, warps) * 2);
+  plan.columns_per_thread = static_cast<int>(ceil_div(pair_steps(problem), warps) * 2);
   plan.in_bulk = true;
-  plan.shared_bytes = wide_row_bytes(problem.cols);
+  plan.shared_bytes = wide_row_bytes(problem.cols, size_in_bytes(problem.x_dtype));
 }
 
 // No more lanes than hold the row, of eight on, or whole warps; and no more columns in each than
-// there are, but for four.
-void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
-  constexpr int64_t kGrain = 4;
+// there are, but for four. In eight lanes of float32 not 32 columns each: of a copy on an H200, by
+// those and by 16 lanes, 134 MB: 241 columns .89 and .99, 255 .90
+// and .99.
+void shape_elements(ForwardPlan& plan, const ForwardProblem& problem,
+                    const DeviceProperties& device) {
+  constexpr int64_t kGrain = 4, kMostShortFloats = 28;
   const int element_bytes = size_in_bytes(problem.x_dtype);
   if (is_tiny_forward(problem.cols, element_bytes)) {
     const TinyShape shape = tiny_shape(problem.cols, element_bytes);
@@ -165,10 +204,18 @@ void shape_elements(ForwardPlan& plan, const ForwardProblem& problem) {
     plan.columns_per_thread = shape.columns;
     plan.rows_per_thread = tiny_forward_rows(shape.columns, element_bytes);
     plan.rows_per_block = plan.rows_per_thread * kElementRowThreads / shape.lanes;
+    // One after the other if there are many.
+    constexpr int kBlocks = 32;  // for each multiprocessor
+    const int64_t tiles = problem.rows / plan.rows_per_block / (kBlocks * device.sm_count);
+    const int most = tiny_forward_tiles(shape.lanes, shape.columns, element_bytes);
+    plan.rows_per_block *= static_cast<int>(std::clamp<int64_t>(tiles, 1, most));
     return;
   }
   plan.rows_per_thread = plan.rows_per_block = kElementRows;
-  const int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
+  int64_t lanes = ceil_div(problem.cols, kMostElementColumns);
+  if (element_bytes == 4 && problem.cols <= kLeastElementLanes * kMostElementColumns) {
+    lanes = ceil_div(problem.cols, kMostShortFloats);
+  }
   plan.threads_per_row = static_cast<int>(
       lanes > kWarpSize ? ceil_div(lanes, kWarpSize) * kWarpSize
                         : std::max<int64_t>(kLeastElementLanes, next_power_of_two(lanes)));
@@ -269,7 +316,7 @@ int forward_threads(int64_t chunks, int chunks_per_thread) {
 // With float32 parameters 1102 .86 and .98, 1317 .80 and .99, 2301 .815 and .99, 2601 .775
 // and 1.00, 3302 .895 and .985. On an H100 this is not measured, nor done.
 bool bulk_fills_warps(const ForwardProblem& problem, const DeviceProperties& device) {
-  constexpr int64_t kLeast = 1088, kMost = 5632;
+  constexpr int64_t kLeast = 1031, kMost = 5632;
   const bool wide = has_wide_parameters(problem);
   if (!can_stream(problem.x_dtype, device) || has_slow_memory(device) || problem.cols <= kLeast ||
       problem.cols > kMost || !(wide || is_slowed(problem, device))) {
@@ -299,7 +346,7 @@ bool elements_run(const ForwardProblem& problem, const DeviceProperties& device)
     return false;
   }
   ForwardPlan plan;
-  shape_elements(plan, problem);
+  shape_elements(plan, problem, device);
   if (!by_bulk && chunks_fill_warps(problem) && !pairs_fill_warps(problem, plan)) return false;
   return plan.shared_bytes + kReductionBytes <= shared_bytes_of(device);
 }
@@ -739,7 +786,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
         shape_wide_elements(plan, problem, warps);
         break;
       }
-      shape_elements(plan, problem);
+      shape_elements(plan, problem, device);
       plan.in_bulk = copies_in_bulk(plan, problem, device, request);
       if (plan.in_bulk && plan.threads_per_row > kWarpSize) {
         plan.shared_bytes = bulk_tensor_bytes(plan.rows_per_block, problem.cols);

@@ -15,7 +15,8 @@
 namespace fastnorm::cuda {
 
 // The columns of a lane of such a row, neighbours: kCount at most, and two fewer at the least (one
-// at the least where kCount is four). Of a row's kLanes lanes the first may have one more.
+// at the least where kCount is four). Lanes that have one more are not the first, but spread
+// evenly: of 17, 34, 68 and 113 columns two of a warp's lanes meet in a bank so, three else.
 template <class X, int kLanes, int kCount>
 struct TinyRun {
   static constexpr int kSize = static_cast<int>(sizeof(X));
@@ -23,19 +24,30 @@ struct TinyRun {
   static constexpr int kWhole = kCount == kLeastTinyLane ? 1 : kCount - 2;
   using Values = float[kCount];
 
+  // Whether lanes may have a whole granule each.
+  static constexpr bool kMayBeGranules = kCount * kSize == kChunkBytes;
+
   int begin, count;
+  bool granules = false;  // they have, of all tensors
 
   __device__ __forceinline__ explicit TinyRun(int cols) {
     const int lane = threadIdx.x % kLanes;
-    const int least = cols / kLanes, longer = cols % kLanes;
-    begin = lane * least + min(lane, longer);
-    count = least + (lane < longer ? 1 : 0);
+    begin = lane * cols / kLanes;
+    count = (lane + 1) * cols / kLanes - begin;
   }
 
   __device__ __forceinline__ bool has(int i) const { return i < kWhole || i < count; }
 
   // From shared memory, where the first column is at `address`; zero beyond the last one.
   __device__ __forceinline__ void load(Values& values, unsigned address) const {
+    if constexpr (kMayBeGranules) {
+      if (granules) {
+        const auto granule = to_pack<X, kCount>(load_shared(address));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = granule.template get<float>(i);
+        return;
+      }
+    }
     if constexpr (kIs16Bit<X>) {
       // Words in which they lie, and what they lack of them.
       const unsigned first = address / 4 * 4;
@@ -58,27 +70,37 @@ struct TinyRun {
     for (int i = kWhole; i < kCount; ++i) values[i] = i < count ? values[i] : 0.f;
   }
 
-  // Into shared memory, likewise.
-  __device__ __forceinline__ void store(const Values& values, unsigned address) const {
-    if constexpr (kIs16Bit<X>) {
-      Pack<X, 2> pairs[kCount / 2];
+  // Into shared memory, by all of a warp, whose runs follow each other from a whole word to another
+  // one. A word is its first element's lane's, who gets the second from the next lane if need be.
+  __device__ __forceinline__ void store(Values& values, unsigned address) const {
+    if constexpr (kMayBeGranules) {
+      if (granules) {
+        Pack<X, kCount> pack;
 #pragma unroll
-      for (int j = 0; j < kCount / 2; ++j) pairs[j].set_pair(0, values[2 * j], values[2 * j + 1]);
-      // The words in which they lie; of the first and the last one other lanes may have a half.
-      const int odd = address / 2 % 2, bits = 16 * odd, end = odd + count;
-      const unsigned first = address - 2 * odd;
-      uint32_t last = 0;
+        for (int i = 0; i < kCount; i += 2) pack.set_pair(i, values[i], values[i + 1]);
+        store_shared(address, to_granule(pack));
+        return;
+      }
+    }
+    if constexpr (kIs16Bit<X>) {
+      const float behind = __shfl_down_sync(kAllLanes, values[0], 1);
+#pragma unroll
+      for (int i = kWhole; i < kCount; ++i) values[i] = i == count ? behind : values[i];
+      uint32_t words[kCount / 2 + 1];
 #pragma unroll
       for (int j = 0; j <= kCount / 2; ++j) {
-        const uint32_t low = j > 0 ? pairs[(j + kCount / 2 - 1) % (kCount / 2)].bits32(0) : 0;
-        const uint32_t high = j < kCount / 2 ? pairs[j % (kCount / 2)].bits32(0) : 0;
-        const uint32_t word = __funnelshift_l(low, high, bits);
-        store_word(first + 4 * j, word,
-                   j > 0 ? 2 * j + 2 <= kWhole || 2 * j + 2 <= end : odd == 0 && 2 <= end);
-        if (2 * j + 1 >= kWhole && 2 * j + 1 == end) last = word;
+        Pack<X, 2> pair;
+        pair.set_pair(0, j < kCount / 2 ? values[2 * j] : behind,
+                      j < kCount / 2 ? values[2 * j + 1] : 0.f);
+        words[j] = pair.bits32(0);
       }
-      store_half(address, pairs[0].bits32(0), odd == 1);
-      store_half(first + 2 * (end - 1), last, end % 2 == 1);
+      const unsigned odd = address / 2 % 2, first = address + 2 * odd;
+      const int left = count - static_cast<int>(odd);  // in as many columns, a word for two
+#pragma unroll
+      for (int j = 0; j < kCount / 2; ++j) {
+        const uint32_t word = __funnelshift_r(words[j], words[j + 1], 16 * odd);
+        store_word(first + 4 * j, word, 2 * j + 1 < kWhole || 2 * j < left);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -110,12 +132,6 @@ struct TinyRun {
                  "r"(word), "r"(static_cast<int>(exists))
                  : "memory");
   }
-
-  static __device__ __forceinline__ void store_half(unsigned address, uint32_t word, bool exists) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p st.shared.u16 [%0], %1;}" ::"r"(address),
-                 "h"(static_cast<uint16_t>(word)), "r"(static_cast<int>(exists))
-                 : "memory");
-  }
 };
 
 // kRows rows of each of a warp's teams of lanes: of any width, as many as fill granules.
@@ -128,11 +144,30 @@ struct TinyTile {
   static constexpr int kCapacity = kTileRows * kLanes * kCount;  // elements
   // They begin as far into a granule as in device memory, and a word more may be read.
   static constexpr int kGranules = kCapacity * static_cast<int>(sizeof(X)) / kChunkBytes + 2;
+  static constexpr int kLaneGranules = (kGranules + kWarpSize - 1) / kWarpSize;
 
   // How far into a granule tiles of a tensor begin: all of them, where rows are dense. Others are
   // copied element by element.
   static __device__ __forceinline__ int offset_of(const X* tensor, bool dense) {
     return dense ? static_cast<int>(reinterpret_cast<uintptr_t>(tensor) % kChunkBytes) : 0;
+  }
+
+  // The same of what is put into shared memory, which begins at a whole word.
+  static __device__ __forceinline__ int put_offset_of(const X* tensor) {
+    return offset_of(tensor, true) / 4 * 4;
+  }
+
+  // Writes `count` elements so put to `target`, where the tile begins.
+  static __device__ __forceinline__ void write(X* target, const uint4* source, int count) {
+    const X* const staged = reinterpret_cast<const X*>(source);
+    if (offset_of(target, true) == put_offset_of(target)) {
+      write_staged<kCapacity>(target, staged, count);
+    } else {
+      const int begin = put_offset_of(target) / kSize;
+      for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) {
+        target[i] = staged[begin + i];
+      }
+    }
   }
 
   // Starts to copy the rows from `first` on, zeros beyond the last one. Granules that lie within
@@ -144,6 +179,10 @@ struct TinyTile {
     const bool dense = row_stride == cols;
     const int before = offset_of(tensor, dense) / kSize;
     const X* const source = tensor + first * row_stride;
+    if (!dense && (cols | row_stride) % kColumns == 0 && offset_of(tensor, true) == 0) {
+      copy_apart(target, source, row_stride, min(rows - first, int64_t{kTileRows}), cols);
+      return;
+    }
     const int elements = before + kTileRows * cols;
     // Rows that there are: this tile's, and behind them as many as can lie in its last granule.
     const auto there = static_cast<unsigned>(min(rows - first, int64_t{kTileRows + kColumns}));
@@ -151,7 +190,7 @@ struct TinyTile {
                                   (before + static_cast<int>(there) * cols) / kColumns)
                             : 0;
 #pragma unroll
-    for (int k = 0; k < (kGranules + kWarpSize - 1) / kWarpSize; ++k) {
+    for (int k = 0; k < kLaneGranules; ++k) {
       const int i = k * kWarpSize + lane;
       if (i < whole) start_copy(target + i, source - before + i * kColumns);
     }
@@ -171,6 +210,87 @@ struct TinyTile {
         if (place < elements) reinterpret_cast<X*>(target)[place] = loaded[k];
       }
     }
+  }
+
+ private:
+  // Of rows of whole granules with others between them.
+  static __device__ __forceinline__ void copy_apart(uint4* target, const X* source,
+                                                    int64_t row_stride, int64_t rows, int cols) {
+    const auto of_row = static_cast<unsigned>(cols / kColumns);
+#pragma unroll 1
+    for (unsigned i = threadIdx.x % kWarpSize; i < kTileRows * of_row; i += kWarpSize) {
+      const unsigned row = i / of_row;
+      if (row < rows) {
+        start_copy(target + i, source + row * row_stride + (i - row * of_row) * kColumns);
+      } else {
+        target[i] = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+};
+
+// This lane's granules of a tile, the first and every 32nd behind it.
+template <class Tile, class T>
+struct TinyGranules {
+  T* next;       // of the next tile, the first
+  int left;      // of a tile, from there on
+  bool aligned;  // tiles begin at whole granules
+
+  // `first`: of the first tile. kWithin: granules that lie within it; else those it has a part in.
+  __device__ __forceinline__ TinyGranules(T* first, int cols, bool within) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int before = Tile::offset_of(first, true) / Tile::kSize;
+    const int elements = before + Tile::kTileRows * cols;
+    left = (within ? elements : elements + Tile::kColumns - 1) / Tile::kColumns - lane;
+    next = first - before + lane * Tile::kColumns;
+    aligned = before == 0;
+  }
+
+  __device__ __forceinline__ void copy_in(uint4* target) const {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int k = 0; k < Tile::kLaneGranules; ++k) {
+      if (k * kWarpSize < left) {
+        start_copy(target + lane + k * kWarpSize, next + k * kWarpSize * Tile::kColumns);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_out(const uint4* source) const {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int k = 0; k < Tile::kLaneGranules; ++k) {
+      if (k * kWarpSize < left) {
+        reinterpret_cast<uint4*>(next)[k * kWarpSize] = source[lane + k * kWarpSize];
+      }
+    }
+  }
+};
+
+// The tiles that a warp has: every `step`-th from `tile` on. Those whose granules all lie within
+// dense tensors move without any of what the others take: of 33 columns of bfloat16 245 of the 605
+// instructions of a tile of the forward were for that and for weight and bias.
+template <class Tile>
+struct TinyTiles {
+  int64_t rows;
+  int tile, step, end;
+  int whole = 0;  // the first of all tiles, that lie so
+
+  __device__ __forceinline__ TinyTiles(int64_t rows, int tile, int step, int end, bool dense)
+      : rows(rows), tile(tile), step(step), end(end) {
+    if (dense && rows > Tile::kColumns) {
+      whole = static_cast<int>((rows - Tile::kColumns) / Tile::kTileRows);
+    }
+  }
+  static __device__ __forceinline__ int count_of(int64_t rows) {
+    return static_cast<int>((rows + Tile::kTileRows - 1) / Tile::kTileRows);
+  }
+  static __device__ __forceinline__ int64_t first_row(int t) {
+    return int64_t{t} * Tile::kTileRows;
+  }
+  // Of a tile, those that there are.
+  __device__ __forceinline__ int rows_of(int t) const {
+    return t < whole ? Tile::kTileRows
+                     : static_cast<int>(min(rows - first_row(t), int64_t{Tile::kTileRows}));
   }
 };
 

@@ -1,4 +1,4 @@
-// A wide row of a 16-bit tensor, wherever it begins, and its place in shared memory, to which and
+// A wide row of a tensor, wherever it begins, and its place in shared memory, to which and
 // from where it moves in bulk.
 #pragma once
 
@@ -6,6 +6,43 @@
 #include "numeric.cuh"
 
 namespace fastnorm::cuda {
+
+// Of a wide row a warp has steps of columns, of which a lane has a pair: neighbours in a 16-bit
+// row, a warp's width apart in one of float32.
+constexpr int kPairStep = 2 * kWarpSize;
+template <class X>
+constexpr int kPairGap = kIs16Bit<X> ? 1 : kWarpSize;
+template <class X>
+__device__ __forceinline__ int first_of_lane() {
+  return static_cast<int>(threadIdx.x) % kWarpSize * (kIs16Bit<X> ? 2 : 1);
+}
+
+// A pair whose first column is at an address in shared memory; zero what does not exist.
+template <class X>
+__device__ __forceinline__ Pack<X, 2> load_pair(unsigned from, bool first, bool second) {
+  const unsigned other = from + kPairGap<X> * static_cast<unsigned>(sizeof(X));
+  Pack<X, 2> pair;
+  if constexpr (kIs16Bit<X>) {
+    uint32_t low = 0, high = 0;
+    if (first) low = load_bits16(from);
+    if (second) high = load_bits16(other);
+    pair.set_bits32(0, low | high << 16);
+  } else {
+    pair.words[0] = first ? load_element<float>(from) : 0;
+    pair.words[1] = second ? load_element<float>(other) : 0;
+  }
+  return pair;
+}
+
+// Puts what exists of one there.
+template <class X>
+__device__ __forceinline__ void put_pair(unsigned to, const Pack<X, 2>& pair, bool first,
+                                         bool second) {
+  if (first) put_element(to, pair.element(0));
+  if (second) {
+    put_element(to + kPairGap<X> * static_cast<unsigned>(sizeof(X)), pair.element(1));
+  }
+}
 
 // Places `from` to `to` of a row, as far as they are whole granules.
 struct Granules {

@@ -1,4 +1,4 @@
-// Wide 16-bit rows that end within a chunk, wherever they begin, as blocks that stay have them one
+// Wide rows that end within a chunk, wherever they begin, as blocks that stay have them one
 // by one, or clusters of blocks: what forward and backward share.
 #pragma once
 
@@ -182,14 +182,14 @@ struct WideExchange {
 // last certainly exist.
 template <class X, int kPairs>
 struct WideColumns {
-  static constexpr int kStep = 2 * kWarpSize;
+  static constexpr int kStep = kPairStep, kGap = kPairGap<X>;
   static constexpr auto kSize = static_cast<unsigned>(sizeof(X));
   using Values = float[kPairs][2];
 
   int left;  // columns from this lane's first one on
 
   __device__ __forceinline__ bool has(int s, int i) const {
-    return s < kPairs - 1 || s * kStep + i < left;
+    return s < kPairs - 1 || s * kStep + i * kGap < left;
   }
 
   // From shared memory, where the first is at `place`; zero where there is none. kPaired: they lie
@@ -197,26 +197,24 @@ struct WideColumns {
   template <bool kPaired>
   __device__ __forceinline__ Pack<X, 2> load(unsigned place, int s) const {
     const unsigned from = place + s * kStep * kSize;
-    Pack<X, 2> pair = {};
-    if (kPaired) {
+    if constexpr (kPaired) {
+      Pack<X, 2> pair = {};
       if (has(s, 0)) pair = load_pair<X>(from);
       if (!has(s, 1)) pair.set_bits32(0, pair.bits32(0) & 0xffff);
+      return pair;
     } else {
-      uint32_t low = 0, high = 0;
-      if (has(s, 0)) low = load_bits16(from);
-      if (has(s, 1)) high = load_bits16(from + kSize);
-      pair.set_bits32(0, low | high << 16);
+      return load_pair<X>(from, has(s, 0), has(s, 1));
     }
-    return pair;
   }
 
   // The same of a pair that exists.
   template <bool kPaired>
   static __device__ __forceinline__ Pack<X, 2> load_whole(unsigned from) {
-    if (kPaired) return load_pair<X>(from);
-    Pack<X, 2> pair;
-    pair.set_bits32(0, load_bits16(from) | uint32_t{load_bits16(from + kSize)} << 16);
-    return pair;
+    if constexpr (kPaired) {
+      return load_pair<X>(from);
+    } else {
+      return load_pair<X>(from, true, true);
+    }
   }
 
   template <bool kPaired>
@@ -225,14 +223,13 @@ struct WideColumns {
     if (kPaired && has(s, 1)) {
       put_pair(to, pair);
     } else {
-      if (has(s, 0)) put_element(to, pair.element(0));
-      if (has(s, 1)) put_element(to + kSize, pair.element(1));
+      put_pair(to, pair, has(s, 0), has(s, 1));
     }
   }
 
   __device__ __forceinline__ void store_global(X* first, int s, const Pack<X, 2>& pair) const {
     if (has(s, 0)) first[s * kStep] = pair.element(0);
-    if (has(s, 1)) first[s * kStep + 1] = pair.element(1);
+    if (has(s, 1)) first[s * kStep + kGap] = pair.element(1);
   }
 
   // Weight or bias from column `first` on, by pairs where these lie so; `absent` where there is
@@ -254,7 +251,7 @@ struct WideColumns {
     for (int s = 0; s < kPairs; ++s) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (has(s, j)) first[s * kStep + j] = sums[s][j];
+        if (has(s, j)) first[s * kStep + j * kGap] = sums[s][j];
       }
     }
   }
@@ -262,7 +259,7 @@ struct WideColumns {
  private:
   template <class W>
   __device__ __forceinline__ void load_parameters_of(Values& values, const W* mine) const {
-    const bool paired = reinterpret_cast<uintptr_t>(mine) % (2 * sizeof(W)) == 0;
+    const bool paired = kGap == 1 && reinterpret_cast<uintptr_t>(mine) % (2 * sizeof(W)) == 0;
 #pragma unroll
     for (int s = 0; s < kPairs; ++s) {
       if (paired && has(s, 1)) {
@@ -271,7 +268,7 @@ struct WideColumns {
         values[s][1] = pair.template get<float>(1);
       } else {
         if (has(s, 0)) values[s][0] = widen(mine[s * kStep]);
-        if (has(s, 1)) values[s][1] = widen(mine[s * kStep + 1]);
+        if (has(s, 1)) values[s][1] = widen(mine[s * kStep + kGap]);
       }
     }
   }
