@@ -150,10 +150,13 @@ constexpr bool is_tiny(int64_t cols, int element_bytes) {
 // And in the forward: those that end within a chunk, but not two chunks of float32 (6 columns .98
 // of a copy on an H200, .97 so, 7 .99 and .97); and longer ones of a 16-bit type, column by column
 // and so, 134 MB of bfloat16: 65 columns .75 and .92, 78 .85 and .96, 87 .92 and .95, 97 .91 and
-// .95, 113 .88 and .93, 125 .92 and .965; but even ones 110 .97 and .96, 126 .99 and .97.
+// .95, 113 .88 and .93, 125 .92 and .965; but even ones 110 .97 and .96, 126 .99 and .97, and those
+// of which five or six lanes of a warp meet in a bank, 73 .81 and .77, 85 .91 and .82, 102 .93 and
+// .78 (by 16 lanes a row .77, .85 and .82).
 constexpr bool is_tiny_forward(int64_t cols, int element_bytes) {
   constexpr int64_t kMost = 127, kMostEven = 104;
-  const bool longer = element_bytes == 2 && cols <= (cols % 2 == 0 ? kMostEven : kMost);
+  const bool meet = cols == 73 || cols == 85 || cols == 102 || cols == 103;
+  const bool longer = element_bytes == 2 && cols <= (cols % 2 == 0 ? kMostEven : kMost) && !meet;
   const bool two_chunks = element_bytes == 4 && (cols == 6 || cols == 7);
   return cols * element_bytes % kChunkBytes != 0 && !two_chunks &&
          (cols <= kMostTinyColumns || longer);
@@ -169,8 +172,8 @@ struct TinyShape {
 // columns 171 and 146 us, 13 142 and 119, 33 185 and 156, 63 123.5 and 109; forward 108 and 91, 88
 // and 83, 122 and 96, 77 and 76; 111 columns 85.5 and 75. Of float32, which takes twice the shared
 // memory, by up to eight, ten and 12: 17 columns 118, 111 and 111 us, 33 121, 109 and 109, but 22
-// 109, 110 and 120. Of some widths five to seven lanes of a warp would meet in a bank, or four:
-// forward 51 columns 94 us by up to eight and 108 by up to 16, 127 78 and 86.
+// 109, 110 and 120. Of 51 columns seven lanes of a warp would meet in a bank: forward 94 us by up
+// to eight and 108 by up to 16.
 //
 // Rows of one chunk, two or four have one in each lane.
 constexpr TinyShape tiny_shape(int64_t cols, int element_bytes) {
@@ -178,9 +181,7 @@ constexpr TinyShape tiny_shape(int64_t cols, int element_bytes) {
   if (cols == chunk || cols == 2 * chunk || cols == 4 * chunk) {
     return {static_cast<int>(cols / chunk), chunk};
   }
-  const bool meet =
-      cols == 51 || cols == 73 || cols == 85 || cols == 102 || cols == 103 || cols == 127;
-  const int most = element_bytes != 2 ? 10 : meet ? 8 : kMostTinyLane;
+  const int most = element_bytes != 2 ? 10 : cols == 51 ? 8 : kMostTinyLane;
   const auto lanes = static_cast<int>(next_power_of_two((cols + most - 1) / most));
   const auto each = static_cast<int>((cols + lanes - 1) / lanes);
   return {lanes, each <= kLeastTinyLane ? kLeastTinyLane : (each + 1) / 2 * 2};
@@ -215,14 +216,13 @@ constexpr int tiny_forward_tiles(int lanes, int columns, int element_bytes) {
 // And in the backward, one after the other; and blocks of them that a multiprocessor holds, as
 // registers let it. Of up to four columns in more rows, 134 MB on an H200: bfloat16 2 columns 311
 // -> 259 us, 3 216 -> 181, float32 2 columns 217 -> 140, 3 148 -> 126; of six 5 and 6 columns of
-// bfloat16 157 -> 163 and 134 -> 146, 5 and 21 of float32 120 -> 126 and 111 -> 124.
+// bfloat16 157 -> 163 and 134 -> 146, 5 and 21 of float32 120 -> 126 and 111 -> 124. With eight in
+// six blocks, where float16 spills, and in five 51 columns of it .71 and .78, 32 .85 and .875.
 constexpr int tiny_backward_rows(int columns, int element_bytes) {
   const int rows = columns == kLeastTinyLane ? 4 : columns <= 8 ? 2 : 1;
   return element_bytes == 2 ? rows : (rows + 1) / 2;
 }
-constexpr int tiny_backward_blocks(int columns) {
-  return columns == kLeastTinyLane ? 5 : columns <= 8 ? 6 : columns <= 12 ? 5 : 4;
-}
+constexpr int tiny_backward_blocks(int columns) { return columns == 6 ? 6 : columns <= 12 ? 5 : 4; }
 
 // Rows that a lane of kElements holds together, which share what it reads of weight and bias.
 constexpr int kElementRows = 2;
