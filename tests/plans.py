@@ -64,7 +64,7 @@ def capacity(plan: dict[str, Any], dtype: str) -> int:
 def is_very_short(direction: str, cols: int, dtype: str) -> bool:
     """Whether a warp takes rows by column as they lie in memory, many at once, if it does."""
     longer = direction == "forward" and SIZES[dtype] == 2 and cols <= (127 if cols % 2 else 104)
-    return cols <= 64 or longer
+    return cols <= 64 or (longer and cols not in (73, 85, 102, 103))
 
 
 def all_plans(

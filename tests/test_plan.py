@@ -148,8 +148,7 @@ def test_no_more_threads_than_the_row_needs(direction: str, dtype: str) -> None:
                 if cols in (chunk, 2 * chunk, 4 * chunk):
                     assert (threads, plan["columns_per_thread"]) == (cols // chunk, chunk)
                     continue
-                meet = cols in (51, 73, 85, 102, 103, 127)
-                most = 10 if dtype == "float32" else 8 if meet else 16
+                most = 10 if dtype == "float32" else 8 if cols == 51 else 16
                 assert most * (threads // 2) < cols <= most * threads
                 assert cols <= threads * plan["columns_per_thread"]
                 assert plan["columns_per_thread"] in range(4, most + 1, 2)
