@@ -98,10 +98,10 @@ def test_widths_where_the_backward_changes(dtype: str, block: int) -> None:
 
 @pytest.mark.parametrize("dtype", SMALL)
 def test_widths_of_the_ring(dtype: str) -> None:
-    """The backward's kernel, from rows of five chunks to those that eight blocks hold, or sixteen
-    where a device has room for such clusters, or a block on every multiprocessor.
+    """The backward's kernel, from rows of five chunks (float32 eight) to those that eight blocks
+    hold, or sixteen where a device has room for such clusters, or a block on every multiprocessor.
     """
-    narrowest, widest = 5 * chunk_columns(dtype), 65_536
+    narrowest, widest = 32 if dtype == "float32" else 40, 65_536
 
     def plan(cols: int, capability: int = 90, **request: Any) -> dict[str, Any]:
         return _C.plan("backward", 60_000, cols, dtype, compute_capability=capability, **request)
@@ -132,8 +132,8 @@ def test_widths_of_the_ring(dtype: str) -> None:
     for size in (17, 40, 132):
         forced = plan(1000, cluster_size=size)
         assert (forced["kernel"], forced["cluster_size"] >= size) == ("ring", True)
-    for chunks in (2, 4):
-        assert plan(chunks * chunk_columns(dtype))["kernel"] == "rows"
+    for cols in range(1, narrowest):
+        assert plan(cols)["kernel"] == ("elements" if cols > 1 else "rows")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -183,9 +183,12 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
         others = [{"dy_dtype": other} for other in SMALL if other != dtype]
         for problem in (*others, {"compute_capability": 80}, {"dx": False}):
             assert "elements" not in _C.plan("backward", 9, cols, dtype, **problem)["kernel"]
-    one_chunk = chunk_columns(dtype)
-    assert _C.plan("backward", 9, one_chunk, dtype)["kernel"] == "elements"
-    for cols in (1, 2 * one_chunk, 16, 64, 4096, 131_073, *in_ring):
+    chunk = chunk_columns(dtype)
+    for chunks in range(1, 8 if dtype == "float32" else 5):
+        for aligned in (False, True):
+            plan = _C.plan("backward", 9, chunks * chunk, dtype, aligned=aligned)
+            assert plan["kernel"] == "elements"
+    for cols in (1, 40, 64, 4096, 131_073, *in_ring):
         assert "elements" not in _C.plan("backward", 9, cols, dtype)["kernel"]
     if dtype != "float32":
         for cols in (84_481, 100_001, 131_071):

@@ -233,8 +233,8 @@ def test_rows_that_find_a_place_in_a_warp(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("bandwidth", [4800, 3352])
 def test_uneven_rows_of_the_forward_by_three_and_five_blocks(dtype: str, bandwidth: int) -> None:
-    """Where those are not too large; for any number of rows. (Where memory is fast, 16-bit ones
-    have another kernel.)
+    """Where those are not too large; for any number of rows. (Where memory is fast they have a
+    kernel of their own.)
     """
 
     def sizes(cols: int, **call: Any) -> set[int]:
@@ -245,7 +245,7 @@ def test_uneven_rows_of_the_forward_by_three_and_five_blocks(dtype: str, bandwid
 
     block = 4096 * chunk_columns(dtype)  # columns
     is_16_bit = dtype != "float32"
-    is_fast = is_16_bit and bandwidth > 4000
+    is_fast = bandwidth > 4000
     threes = 2.8 if is_16_bit else 2.4  # blocks that are full, of three
     assert sizes(2 * block - 1) == {2}
     assert sizes(2 * block + 1) == sizes(round(threes * block) + 1) == {3}
@@ -300,7 +300,11 @@ FASTER_IN_CHUNKS = {
     4: (449, 511, 513, 517, 529, 643, 769, 897, 1023, 1025, 1501, 1801, 2047, 2049, 3001),
     8: (937, 1023, 1025, 1033, 2047, 4095),
 }
-FASTER_IN_BULK = (1101, 1501, 1751, 2049, 2101, 2401, 2901, 3001, 3601, 5001, 6001, 8191)  # 16 bits
+FASTER_IN_BULK = {
+    2: (),
+    4: (1025, 1501, 1801, 2047, 2049, 3001, 4095, 8191),
+    8: (1033, 1101, 1501, 1751, 2049, 2101, 2401, 2901, 3001, 3601, 5001, 6001, 8191),
+}
 
 
 @pytest.mark.parametrize("dtype", SIZES)
@@ -332,15 +336,16 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
             if cols in FASTER_BY_COLUMN[chunk]:
                 assert kernel(cols, capability) == "elements", cols
             else:
-                assert kernel(cols, capability) == "rows", cols
+                assert kernel(cols, capability, memory_bandwidth=3352) == "rows", cols
             assert kernel(cols, capability, y_as_x=False) == in_chunks, cols
-        in_bulk = FASTER_IN_BULK if chunk == 8 else ()
+        in_bulk = FASTER_IN_BULK[chunk]
         for cols in in_bulk:
             expected = "elements" if capability >= 90 else "rows"
             assert kernel(cols, capability) == expected, cols
             assert kernel(cols, capability, memory_bandwidth=3352) == "rows", cols
             assert kernel(cols, capability, y_as_x=False) == "rows", cols
-        assert kernel(4095, capability) == kernel(4095, capability, y_as_x=False) == "rows"
+        if chunk != 4:
+            assert kernel(4095, capability) == kernel(4095, capability, y_as_x=False) == "rows"
         if dtype in ("bfloat16", "float16") and capability >= 90:
             for cols, expected in ((1801, "elements"), (2049, "elements"), (12_289, "elements")):
                 assert kernel(cols, capability, one_dtype=False) == expected, cols
@@ -357,18 +362,19 @@ def test_widths_where_the_forward_changes(dtype: str) -> None:
         # Of rows that are not aligned float32 alone, where the order of summation is the same.
         shifted = "ring" if by_ring and chunk == 4 else "rows"
         assert kernel(block, capability, aligned=False) == shifted
-        # Wide 16-bit ones that end within a chunk have blocks that stay.
-        by_column = "elements" if wide else "rows"
-        assert kernel(block - 1, capability) == ("elements" if wide else shifted)
+        # Wide ones that end within a chunk have blocks that stay.
+        by_column = "elements" if by_ring else "rows"
+        assert kernel(block - 1, capability) == ("elements" if by_ring else shifted)
         assert kernel(3 * block // 4 + 1, capability) == by_column
         for problem in ({"memory_bandwidth": 3352}, {"y_as_x": False}):
             assert kernel(3 * block // 4 + 1, capability, **problem) == "rows"
         in_grid = "ring" if clusters and small else "split"
         if wide:
-            assert kernel(block + 1, capability) == "elements"
             assert kernel(block + 1, capability, one_dtype=False) == "elements"
+        if by_ring:
+            assert kernel(block + 1, capability) == "elements"
             assert kernel(block + 1, capability, memory_bandwidth=3352) == "ring"
-        for cols in (*(() if wide else (block + 1,)), block + chunk, cluster):
+        for cols in (*(() if by_ring else (block + 1,)), block + chunk, cluster):
             assert kernel(cols, capability, one_dtype=False) == (
                 "ring" if wide else "cluster" if clusters else "split"
             )
