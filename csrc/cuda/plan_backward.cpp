@@ -1,7 +1,7 @@
 // How a backward runs: its kernels and the shape of them; see plan.h.
-#include <algorithm>
+#include "plan_backward.h"
 
-#include "plan_stream.h"
+#include <algorithm>
 
 namespace fastnorm::cuda {
 namespace {

@@ -16,6 +16,14 @@ inline bool ends_within_a_chunk(const BackwardProblem& problem) {
   return problem.cols % chunk_columns(problem.x_dtype) != 0;
 }
 
+// Of 16-bit rows that end within a chunk: the most warps of a block, columns of a chunk, and those
+// that a warp holds in chunks.
+constexpr int64_t kRowWarps = kMaxThreadsPerRow / kWarpSize;
+constexpr int64_t kUnevenChunk = kChunkBytes / 2;
+constexpr int64_t kUnevenColumns = kWarpSize * backward_chunks(DType::kBFloat16) * kUnevenChunk;
+
+constexpr int kFewMultiprocessors = 16;  // nothing was measured on a device with fewer
+
 inline int64_t bytes_of(const BackwardProblem& problem) {
   return problem.rows * problem.cols * size_in_bytes(problem.x_dtype);
 }
@@ -57,6 +65,13 @@ int64_t shape_ring(BackwardPlan& plan, const RingShape& shape, const BackwardPro
 int64_t shape_elements(BackwardPlan& plan, const ElementShape& shape,
                        const BackwardProblem& problem, const DeviceProperties& device,
                        const PlanRequest& request);
+
+// Of `blocks` that leave rows of partial sums, so many have to merge theirs, in a cluster.
+int least_merged(int64_t blocks, const BackwardProblem& problem);
+
+// Clusters that run side by side and hold rows.
+int64_t streaming_clusters(int size, int64_t together, const BackwardProblem& problem,
+                           const DeviceProperties& device);
 
 // Of `groups`, blocks or clusters of them that hold rows, so many merge their partial sums.
 int choose_merged(int64_t groups, int cluster_size, const BackwardProblem& problem,
