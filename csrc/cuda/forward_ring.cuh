@@ -624,7 +624,8 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     }
   } else {
     unsigned slot = ring;
-    // A pause of 6 us for a row, where a turn of all blocks takes 2 to 4 (see plan_forward_ring.cpp).
+    // A pause of 6 us for a row, where a turn of all blocks takes 2 to 4 (see
+    // plan_forward_ring.cpp).
     __shared__ unsigned pace_start;
     const bool keeps = kSpan == ForwardSpan::kPacedCluster && rank == 0 && threadIdx.x == 0;
     Pace<1> pace(pace_start, keeps, p.clusters, p.most_ahead, 12000);
