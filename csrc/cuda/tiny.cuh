@@ -1,11 +1,11 @@
-// Rows of a few columns that end within a chunk: a warp takes many of them at once, as they lie in
-// memory, one behind the other, into shared memory, whence one to 16 lanes each read a row in words
-// of four bytes. Of bfloat16 rows read from device memory column by column, or kept in
-// chunks, the forward of 5162220 x 13 reached .57 of a copy on an H200, of 1065220 x 63 .67; .74
-// and .86 so. The backward of 13421772 x 5 reached .22 of an elementwise sum, so .62; of 6710886 x
-// 5 float32 .40 and .81. Read from shared memory an element at a time, as neighbours of other
-// lanes' columns, the forwards reached .62 and .64: accesses to shared memory were 96 % of what a
-// multiprocessor has.
+// Rows of a few columns that end within a chunk, and of few chunks in the backward: a warp takes
+// many of them at once, as they lie in memory, one behind the other, into shared memory, whence one
+// to 16 lanes each read a row in words of four bytes. Of bfloat16 rows read from device memory
+// column by column, or kept in chunks, the forward of 5162220 x 13 reached .57 of a copy on an
+// H200, of 1065220 x 63 .67; .74 and .86 so. The backward of 13421772 x 5 reached .22 of an
+// elementwise sum, so .62; of 6710886 x 5 float32 .40 and .81. Read from shared memory an element
+// at a time, as neighbours of other lanes' columns, the forwards reached .62 and .64: accesses to
+// shared memory were 96 % of what a multiprocessor has.
 #pragma once
 
 #include "async.cuh"
@@ -236,7 +236,8 @@ struct TinyGranules {
   int left;      // of a tile, from there on
   bool aligned;  // tiles begin at whole granules
 
-  // `first`: of the first tile. kWithin: granules that lie within it; else those it has a part in.
+  // `first`: of the first tile. `within`: granules that lie within a tile; else all of which it has
+  // a part.
   __device__ __forceinline__ TinyGranules(T* first, int cols, bool within) {
     const int lane = threadIdx.x % kWarpSize;
     const int before = Tile::offset_of(first, true) / Tile::kSize;
