@@ -216,7 +216,7 @@ def test_the_forward_ring_sums_as_clusters_do(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-@pytest.mark.parametrize("cols", [2, 5, 13, 31, 45, 63, 81, 99, 127])
+@pytest.mark.parametrize("cols", [2, 5, 8, 13, 16, 24, 28, 31, 32, 45, 63, 65, 81, 99, 127])
 def test_any_number_of_very_short_rows(cols: int, dtype: torch.dtype) -> None:
     """Wherever the last one ends, there lies nothing but NaN behind: the bits of a larger batch,
     dense or with gaps between rows, and dw and db of these rows alone."""
@@ -247,7 +247,7 @@ def test_uneven_rows_by_three_and_five_blocks(
     force: Callable[..., None], dtype: torch.dtype
 ) -> None:
     """Many rows for each cluster, few, and one have the same bits, wherever they start. (Where
-    memory is fast, those of 16 bits have another kernel if none is forced.)
+    memory is fast they have another kernel if none is forced.)
     """
     _skip_without_clusters("ring")
     force(kernel="ring")
@@ -502,13 +502,23 @@ def test_forward_by_bulk_copies(cols: int, dtype: torch.dtype) -> None:
             assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+WIDE_COLS = (
+    *(5633, 6002, 6145, 7001, 7169, 7684, 8190, 8191, 8321, 8961, 9538, 10_001, 10_753, 11_523),
+    *(12_289, 13_441, 13_826, 14_017, 14_977, 16_130, 16_385, 18_305, 20_001, 20_546, 22_015),
+)
+WIDE_FLOAT_COLS = (
+    *(1025, 1026, 1101, 1279, 1281, 1317, 1919, 1921, 2063, 2689, 2887, 3201, 3333, 4439, 5601),
+    *(6501, 7041, 7043, 8125, 9187, 9601, 10_249, 10_623),
+)
+
+
 @pytest.mark.parametrize(
-    "cols",
+    ("cols", "dtype"),
     [
-        *(5633, 6002, 6145, 7001, 7169, 7684, 8190, 8191, 8321, 8961, 9538, 10_001, 10_753, 11_523),
-        *(12_289, 13_441, 13_826, 14_017, 14_977, 16_130, 16_385, 18_305, 20_001, 20_546, 22_015),
+        *itertools.product(WIDE_COLS, (torch.float16, torch.bfloat16)),
+        *itertools.product(WIDE_FLOAT_COLS, (torch.float32,)),
     ],
+    ids=name_of,
 )
 def test_forward_of_wide_rows(cols: int, dtype: torch.dtype) -> None:
     """The bits do not depend on where rows of x begin, and few are as right as any."""
@@ -525,16 +535,27 @@ def test_forward_of_wide_rows(cols: int, dtype: torch.dtype) -> None:
                 assert all(a.equal(b) for a, b in zip(results, others, strict=True)), rows
 
 
-# Each number of pairs of columns that a lane has of a row of two blocks; some of one (beside
-# float32 parameters), four and eight.
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=name_of)
+# Each number of pairs of columns that a lane has of a row of two blocks; some of one (16-bit rows
+# beside float32 parameters), four and eight.
+STREAM_COLS = (
+    *(22 * 64 * pairs - 36 - pairs for pairs in range(16, 31)),
+    *(16_385, 18_306, 21_119, 21_857, 42_239, 42_241, 50_257),
+    *(65_537, 84_479, 84_481, 98_001, 131_071, 168_959),
+)
+STREAM_FLOAT_COLS = (
+    *(10_625, 11_263, 11_969, 12_671, 12_673, 25_343, 25_345, 42_239, 42_241, 50_257, 101_375),
+    *(22 * 64 * pairs - 36 - pairs for pairs in range(10, 19)),
+    *(88 * 64 * pairs - 36 - pairs for pairs in range(8, 19, 3)),
+)
+
+
 @pytest.mark.parametrize(
-    "cols",
+    ("cols", "dtype"),
     [
-        *(22 * 64 * pairs - 36 - pairs for pairs in range(16, 31)),
-        *(16_385, 18_306, 21_119, 21_857, 42_239, 42_241, 50_257),
-        *(65_537, 84_479, 84_481, 98_001, 131_071, 168_959),
+        *itertools.product(STREAM_COLS, (torch.float16, torch.bfloat16)),
+        *itertools.product(STREAM_FLOAT_COLS, (torch.float32,)),
     ],
+    ids=name_of,
 )
 def test_forward_of_rows_of_blocks_that_stay(
     force: Callable[..., None], cols: int, dtype: torch.dtype
@@ -544,7 +565,8 @@ def test_forward_of_rows_of_blocks_that_stay(
     """
     _skip_without_clusters("ring")
     rows = max(67, 5_000_000 // cols | 1)
-    if plan_here("forward", rows, cols, dtype, one_dtype=False)["bulk_stages"] == 0:
+    one_dtype = dtype == torch.float32
+    if plan_here("forward", rows, cols, dtype, one_dtype=one_dtype)["bulk_stages"] == 0:
         pytest.skip("not on this device")
     x, _, weight, bias = _arguments(rows, cols, dtype)
     if cols < 21_857:
