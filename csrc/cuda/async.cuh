@@ -1,6 +1,7 @@
 // Asynchronous instructions: copies into shared memory, barriers in it that count bytes, stores to
-// another block's, and launches that overlap. But for start_copy, of the forward, they are of
-// compute capability 9.0: on older devices they do nothing, and plans do not use them there.
+// another block's, and launches that overlap. But for start_copy, of the forward, and what waits
+// for its copies they are of compute capability 9.0: on older devices they do nothing, and plans do
+// not use them there.
 #pragma once
 
 #include "numeric.cuh"
