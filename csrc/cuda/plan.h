@@ -204,10 +204,10 @@ constexpr int tiny_forward_rows(int columns, int element_bytes) {
   return columns == kLeastTinyLane && element_bytes == 2 ? 8 : 4;
 }
 
-// And tiles of such rows that a warp takes there, at most. What it does before the first is as much
-// as for one: of a copy on an H200, by one, two or three, and four to seven, 134 MB of bfloat16: 33
-// columns .80, .91, .905, 17 .77, .88, .86, 44 .87, .92, .94, 63 .89, -, .965; but 3 .61, .595,
-// .57, 13 .84, .87, .85; of float32 33 .98, -, .97. By blocks that stay 33 .81, 63 .90.
+// And tiles of such rows that a warp takes there, at most, for what it does before the first is
+// much beside that: of a copy on an H200, by one, two or three, and four to seven, 134 MB of
+// bfloat16: 33 columns .80, .91, .905, 17 .77, .88, .86, 44 .87, .92, .94, 63 .89, -, .965; but 3
+// .61, .595, .57, 13 .84, .87, .85; of float32 33 .98, -, .97. By blocks that stay 33 .81, 63 .90.
 constexpr int tiny_forward_tiles(int lanes, int columns, int element_bytes) {
   if (element_bytes != 2) return 1;
   return lanes > 1 ? 4 : columns >= 12 ? 2 : 1;
