@@ -8,9 +8,15 @@ from typing import Any, Literal
 
 import torch
 
-Pass = Literal["fwd", "bwd", "both"]
-PASSES: tuple[Pass, ...] = ("fwd", "bwd", "both")
-PASS_NAMES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
+# fwd: y, mean and rstd, as before a backward. infer: y alone, where nobody differentiates.
+Pass = Literal["fwd", "infer", "bwd", "both"]
+PASSES: tuple[Pass, ...] = ("fwd", "infer", "bwd", "both")
+PASS_NAMES = {
+    "fwd": "forward",
+    "infer": "inference",
+    "bwd": "backward",
+    "both": "forward + backward",
+}
 
 # cold: GPU time from a cold cache. graph: time per call of many in one CUDA graph, cache warm.
 # host: time the host takes to issue a call.
@@ -75,6 +81,11 @@ class Case:
         return self == Case(self.rows, self.cols, self.dtype, self.weight)
 
     @property
+    def is_short(self) -> bool:
+        """Whether mean and rstd are more than a few hundredths of the bytes that move."""
+        return self.is_plain and self.cols < 64
+
+    @property
     def concerns_backward_alone(self) -> bool:
         return self.expanded_dy or self.grads != "dx+dw+db"
 
@@ -84,7 +95,14 @@ class Case:
         x, y = elements * self.x_dtype.itemsize, elements * self.out_dtype.itemsize
         dy = self.cols * self.out_dtype.itemsize if self.expanded_dy else y
         backward = x + dy + (x if "dx" in self.wanted else 0)
-        return {"fwd": x + y, "bwd": backward, "both": x + y + backward}[which]
+        forward = x + y
+        moved: dict[Pass, int] = {
+            "fwd": forward,
+            "infer": forward,
+            "bwd": backward,
+            "both": forward + backward,
+        }
+        return moved[which]
 
     @property
     def details(self) -> str:
@@ -130,6 +148,8 @@ class Work:
             return [which for which in wanted if which == "fwd"] + backward
         if self.case.concerns_backward_alone:
             return [which for which in wanted if which == "bwd"]
+        if not self.case.is_short and self.mode == "cold":  # inference differs by nothing
+            return [which for which in wanted if which != "infer"]
         return wanted
 
 
@@ -244,7 +264,12 @@ SPECIAL = (
     Case(192, 1000000),
     Case(64, 1000000, "fp32"),
     Case(262144, 256, "fp64"),
+    Case(61882, 271, "fp64"),
+    Case(8172, 2053, "fp64"),
     Case(16384, 4096, "fp64"),
+    Case(2044, 8208, "fp64"),
+    Case(1363, 12288, "fp64"),
+    Case(659, 25405, "fp64"),
     Case(65536, 1024, row_stride=1536),
     Case(32768, 4095, row_stride=4100),
     Case(16384, 8192, "fp32", row_stride=8448),
@@ -268,6 +293,14 @@ SPECIAL = (
     Case(65536, 1024, grads="dw+db"),
     Case(16384, 8192, grads="dw+db"),
     Case(16384, 4096, "fp32", grads="dw+db"),
+)
+
+# Few wide rows, which are to be no slower than by others.
+FEW = (
+    Case(16, 65536),
+    Case(64, 16384),
+    Case(9, 55329, "fp32"),
+    Case(512, 2048, "fp64"),
 )
 
 GRAPH = tuple(
@@ -299,13 +332,14 @@ SETS: dict[str, tuple[Work, ...]] = {
     "large": _works("cold", LARGE),
     "medium": _works("cold", MEDIUM),
     "special": _works("cold", SPECIAL),
+    "few": _works("cold", FEW),
     "graph": _works("graph", GRAPH),
     "host": _works("host", HOST),
     "quick": _works("cold", QUICK),
     "cpu": _works("cold", CPU),
 }
 SETS["full"] = tuple(
-    work for name in ("large", "medium", "special", "graph", "host") for work in SETS[name]
+    work for name in ("large", "medium", "special", "few", "graph", "host") for work in SETS[name]
 )
 
 

@@ -55,6 +55,8 @@ GOALS: dict[tuple[Pass, str], Goal] = {
     ("fwd", "special"): Goal("special", ratio=0.85),
     ("fwd", "graph"): Goal("graph", times_ceiling=1.5, seconds=2e-6),
     ("fwd", "host"): Goal("host", times_torch=1.0),
+    ("infer", "special"): Goal("special", ratio=0.85),
+    ("infer", "graph"): Goal("graph", times_ceiling=1.5, seconds=2e-6),
     ("bwd", "large"): Goal("large", ratio=0.95, mean=0.97),
     ("bwd", "large, wide or few rows"): Goal("large, wide or few rows", ratio=0.90),
     ("bwd", "medium"): Goal("medium", ratio=0.85),

@@ -195,7 +195,12 @@ class Bench:
 
 
 def _prepare(provider: Provider, which: Pass, problem: Problem) -> Call:
-    prepare = {"fwd": provider.forward, "bwd": provider.backward, "both": provider.both}
+    prepare = {
+        "fwd": provider.forward,
+        "infer": provider.inference,
+        "bwd": provider.backward,
+        "both": provider.both,
+    }
     return prepare[which](problem)
 
 

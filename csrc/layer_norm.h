@@ -27,6 +27,11 @@ Tensors3 layer_norm_backward(const at::Tensor& grad_out, const at::Tensor& input
                              const OptionalTensor& bias, double eps,
                              std::array<bool, 3> output_mask);
 
+// y alone of tensors that are on a CUDA device and nothing else (see layer_norm.cpp).
+at::Tensor layer_norm_output_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                  double eps, std::optional<at::ScalarType> out_dtype);
+
 // Whether an optional tensor argument is there.
 inline bool given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 

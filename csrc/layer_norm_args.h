@@ -43,7 +43,8 @@ struct ForwardArgs {
   const void* weight = nullptr;
   const void* bias = nullptr;
   void* y = nullptr;
-  void* mean = nullptr;  // in accumulation_dtype(x_dtype), as rstd
+  // In accumulation_dtype(x_dtype). On CUDA devices both may be null: they are not wanted then.
+  void* mean = nullptr;
   void* rstd = nullptr;
 };
 

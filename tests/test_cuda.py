@@ -453,7 +453,7 @@ def test_dx_alone_has_the_bits_of_dx_with_dw_and_db(dtype: torch.dtype) -> None:
 
 def _in_memory_of_nan(x: Tensor, offset: int) -> Tensor:
     """x from so many elements behind an aligned address on, between NaNs."""
-    memory = x.new_full((x.numel() + 16 // x.itemsize,), float("nan"))
+    memory = x.new_full((offset + x.numel() + 16 // x.itemsize,), float("nan"))
     return memory[offset : offset + x.numel()].view(x.shape).copy_(x)
 
 

@@ -59,6 +59,11 @@ class Provider:
         norm, leaves = self.norm(problem), problem.leaves()
         return lambda: norm(*leaves).detach()
 
+    def inference(self, problem: Problem) -> ResultsCall:
+        """y of tensors that need no gradient."""
+        norm, x, weight, bias = self.norm(problem), problem.x, problem.weight, problem.bias
+        return lambda: norm(x, weight, bias)
+
     def backward(self, problem: Problem) -> ResultsCall:
         """The gradients asked for, from what a forward has kept."""
         norm, leaves = self.norm(problem), problem.leaves()
@@ -80,7 +85,7 @@ class Provider:
     def results(self, which: str, problem: Problem, returned: object) -> Results:
         """What a call returned, by name."""
         values = [returned] if isinstance(returned, Tensor) else list(_as_tuple(returned))
-        if which == "fwd":
+        if which in ("fwd", "infer"):
             return {"y": values[0]}
         gradients = values[1:] if which == "both" else values
         # A primitive returns None for what was not asked for, autograd leaves it out.

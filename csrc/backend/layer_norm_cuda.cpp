@@ -79,11 +79,12 @@ bool has_one_dtype(const ForwardArgs& args) {
          (args.bias == nullptr || args.bias_dtype == args.x_dtype);
 }
 
-Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
-                                 const OptionalTensor& weight, const OptionalTensor& bias,
-                                 double eps, std::optional<at::ScalarType> out_dtype) {
+Tensors3 run_forward(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                     const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                     std::optional<at::ScalarType> out_dtype, bool statistics) {
   const c10::cuda::CUDAGuard guard(input.device());
-  ForwardCall call = prepare_forward(input, normalized_shape, weight, bias, eps, out_dtype);
+  ForwardCall call =
+      prepare_forward(input, normalized_shape, weight, bias, eps, out_dtype, statistics);
   const ForwardArgs& args = call.args;
   if (args.rows > 0) {
     unify_parameters(call);
@@ -96,6 +97,12 @@ Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef no
     });
   }
   return std::move(call.results);
+}
+
+Tensors3 layer_norm_forward_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                 const OptionalTensor& weight, const OptionalTensor& bias,
+                                 double eps, std::optional<at::ScalarType> out_dtype) {
+  return run_forward(input, normalized_shape, weight, bias, eps, out_dtype, true);
 }
 
 Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& input,
@@ -125,6 +132,12 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& grad_out, const at::Tensor& 
 }
 
 }  // namespace
+
+at::Tensor layer_norm_output_cuda(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
+                                  const OptionalTensor& weight, const OptionalTensor& bias,
+                                  double eps, std::optional<at::ScalarType> out_dtype) {
+  return std::get<0>(run_forward(input, normalized_shape, weight, bias, eps, out_dtype, false));
+}
 
 CudaBuild cuda_build() {
   CudaBuild build;
@@ -169,6 +182,13 @@ Tensors3 layer_norm_backward_cuda(const at::Tensor& /*grad_out*/, const at::Tens
 }
 
 }  // namespace
+
+at::Tensor layer_norm_output_cuda(const at::Tensor& /*input*/,
+                                  c10::SymIntArrayRef /*normalized_shape*/,
+                                  const OptionalTensor& /*weight*/, const OptionalTensor& /*bias*/,
+                                  double /*eps*/, std::optional<at::ScalarType> /*out_dtype*/) {
+  raise_no_cuda();
+}
 
 CudaBuild cuda_build() { return {}; }
 

@@ -93,7 +93,7 @@ at::Tensor empty_like_contiguous(const at::Tensor& tensor, at::ScalarType dtype)
 
 ForwardCall prepare_forward(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            std::optional<at::ScalarType> out_dtype) {
+                            std::optional<at::ScalarType> out_dtype, bool statistics) {
   const at::ScalarType output_dtype =
       check_forward(input, normalized_shape, weight, bias, out_dtype);
   const auto [rows, cols] = count_rows(input, normalized_shape.size());
@@ -102,11 +102,14 @@ ForwardCall prepare_forward(const at::Tensor& input, c10::SymIntArrayRef normali
   call.input = with_dense_rows(input, normalized_shape.size(), cols, args.x_row_stride);
   call.weight = contiguous_or_undefined(weight);
   call.bias = contiguous_or_undefined(bias);
-  const auto statistics = input.options().dtype(statistics_dtype(input.scalar_type()));
-  const c10::SymDimVector shape = statistics_shape(input, normalized_shape.size());
-  call.results = {empty_like_contiguous(input, output_dtype), at::empty_symint(shape, statistics),
-                  at::empty_symint(shape, statistics)};
   auto& [output, mean, rstd] = call.results;
+  output = empty_like_contiguous(input, output_dtype);
+  if (statistics) {
+    const auto options = input.options().dtype(statistics_dtype(input.scalar_type()));
+    const c10::SymDimVector shape = statistics_shape(input, normalized_shape.size());
+    mean = at::empty_symint(shape, options);
+    rstd = at::empty_symint(shape, options);
+  }
 
   args.rows = rows;
   args.cols = cols;

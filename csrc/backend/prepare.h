@@ -22,9 +22,10 @@ struct BackwardCall {
   at::Tensor grad_out, input, mean, rstd, weight;
 };
 
+// `statistics`: whether mean and rstd are wanted; else they stay undefined, and null.
 ForwardCall prepare_forward(const at::Tensor& input, c10::SymIntArrayRef normalized_shape,
                             const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                            std::optional<at::ScalarType> out_dtype);
+                            std::optional<at::ScalarType> out_dtype, bool statistics = true);
 
 BackwardCall prepare_backward(const at::Tensor& grad_out, const at::Tensor& input,
                               c10::SymIntArrayRef normalized_shape, const at::Tensor& mean,

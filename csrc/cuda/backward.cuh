@@ -2,7 +2,7 @@
 // and db.
 #pragma once
 
-#include "backward_rows.cuh"
+#include "backward_ahead.cuh"
 #include "backward_segments.cuh"
 #include "weight_grads.cuh"
 
@@ -16,6 +16,9 @@ cudaError_t launch_dx(const BackwardParameters<X, DY, W>& p, const BackwardPlan&
     return Launch(plan.blocks, threads, stream).in_clusters(plan.cluster_size)(kernel, p);
   };
   const bool fused = plan.weight_grads == WeightGrads::kFused;
+  if constexpr (std::is_same_v<X, double>) {
+    if (plan.copies_ahead) return launch_rows_ahead<kVectorized>(p, plan, stream);
+  }
   switch (plan.kernel) {
     case Kernel::kShortRows:  // of the forward alone
     case Kernel::kElements:   // launched elsewhere
@@ -75,7 +78,7 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
   p.slices = plan.slices;
   p.tile_lanes = plan.tile_lanes;
   p.column_blocks = static_cast<int>(plan.column_blocks);
-  p.tiles = p.column_blocks / p.slices;
+  p.clusters_of_tiles = p.column_blocks / std::max(p.slices, plan.cluster_size);
   p.block_rows = plan.rows_per_block;
   p.slice_rows = (args.rows + p.slices - 1) / p.slices;
   return p;
@@ -199,6 +202,7 @@ cudaError_t backward_of(const BackwardArgs& args, const BackwardPlan& plan, void
         BackwardParameters<X, DY, W> p;
         p.rows = args.rows;
         p.cols = args.cols;
+        p.inverse_cols = A(1) / static_cast<A>(args.cols);
         p.dy = static_cast<const DY*>(args.dy);
         p.dy_row_stride = args.dy_row_stride;
         p.dy_end = p.dy + (args.rows - 1) * args.dy_row_stride + args.cols;

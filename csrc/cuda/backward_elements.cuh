@@ -370,15 +370,16 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   constexpr int kTeams = kWarpSize / kLanes;
   using Columns = ElementColumns<X, kSteps, kWhole, kLanes * kCount, false>;
   using Values = typename Columns::Values;
-  using Tile = ColumnTile<X, kMinTileLanes>;
+  using Tiles =
+      std::conditional_t<kCluster, ColumnTiles<X, kSpan>, ColumnTile<X, kMinTileLanes, true>>;
   __shared__ union alignas(16) {
-    typename Tile::Storage tile;
+    typename Tiles::Storage tiles;
     typename RowSumsExchange<kSpan>::Storage sums;
   } storage;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (static_cast<int>(blockIdx.x) < tiles.column_blocks) {
-    Tile::template sum<false>(tiles, storage.tile);
+    Tiles::template sum<false>(tiles, storage.tiles);
     return;
   }
   RowSumsExchange<kSpan>::begin(storage.sums);
@@ -390,7 +391,8 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, 1)
   const int begin = begin_of_run<kShort>(p, rank * p.warps + row_warp);
   const int run = begin_of_run<kShort>(p, rank * p.warps + row_warp + 1) - begin;
   const int column = threadIdx.x % kLanes * kCount;
-  const int64_t unit = kCluster ? cluster_index() - tiles.tiles : blockIdx.x - tiles.column_blocks;
+  const int64_t unit =
+      kCluster ? cluster_index() - tiles.clusters_of_tiles : blockIdx.x - tiles.column_blocks;
   const int64_t row = (unit * p.groups + group) * kTeams + team;
   const bool active = row < p.rows;
   const int left = run - column;

@@ -96,14 +96,14 @@ struct FewRowsParameters {
   int pitch;  // lanes from one team to the next
   int warps;  // of a row and block, else
   Divisor by_pitch, by_warps;
-  int block_rows;      // rows of a block
-  int run_columns;     // see BackwardPlan
-  int cluster_size;    // blocks of a row
-  int slices;          // blocks of a tile of columns
-  int tile_lanes;      // chunks of a row in a tile
-  int column_blocks;   // the first ones of the grid
-  int tiles;           // clusters of these, or blocks
-  int64_t slice_rows;  // of a tile, for each of its blocks
+  int block_rows;         // rows of a block
+  int run_columns;        // see BackwardPlan
+  int cluster_size;       // blocks of a row
+  int slices;             // blocks of a tile of columns
+  int tile_lanes;         // chunks of a row in a tile
+  int column_blocks;      // the first ones of the grid
+  int clusters_of_tiles;  // of these; or blocks, where there are no clusters
+  int64_t slice_rows;     // of a tile, for each of its blocks
 };
 
 // Of backward_ring.cuh: rows that stream through shared memory.

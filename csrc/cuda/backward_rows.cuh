@@ -22,6 +22,7 @@ template <class X, class DY, class W>
 struct BackwardParameters {
   using A = Accumulator<X>;
   int64_t rows, cols;
+  A inverse_cols;
   const DY* dy;
   const DY* dy_end;  // of the last row
   int64_t dy_row_stride;
@@ -68,47 +69,42 @@ struct BackwardTile {
     return dy.template get<A>(k, i) * weight.template get<A>(i);
   }
 
-  // The sums over this thread's columns; those that do not exist add nothing.
+  // The sums over chunk k; columns that do not exist add nothing.
+  template <class W>
+  __device__ __forceinline__ Sums<A> sums(int k, const RowShare& share, A mean, A rstd,
+                                          const Pack<W, kColumns>& weight) const {
+    Sums<A> chunk;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      const A g = wdy(k, i, weight);
+      // Zero minus the mean, times rstd, may be infinite.
+      const bool exists = kVectorized ? share.left(k) > 0 : i < share.left(k);
+      chunk.xhat_wdy = fma(exists ? xhat(k, i, mean, rstd) : A(0), g, chunk.xhat_wdy);
+      chunk.wdy += g;
+    }
+    return chunk;
+  }
+
+  // The same over all of this thread's chunks.
   template <class Weight>
   __device__ __forceinline__ Sums<A> sums(const RowShare& share, A mean, A rstd,
                                           const Weight& weight) const {
     Sums<A> sums;
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const auto weights = weight(k);
-      Sums<A> chunk;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const A g = wdy(k, i, weights);
-        // Zero minus the mean, times rstd, may be infinite.
-        const bool exists = kVectorized ? share.left(k) > 0 : i < share.left(k);
-        chunk.xhat_wdy = fma(exists ? xhat(k, i, mean, rstd) : A(0), g, chunk.xhat_wdy);
-        chunk.wdy += g;
-      }
-      sums.merge(chunk);
-    }
+    for (int k = 0; k < kChunks; ++k) sums.merge(this->sums(k, share, mean, rstd, weight(k)));
     return sums;
   }
 
-  // dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy)). `amid(k)`: what is done with chunk k
-  // besides.
-  template <class Weight, class Amid>
-  __device__ __forceinline__ Tile<X, kChunks, kColumns> dx(A mean, A rstd, const Sums<A>& sums,
-                                                           A cols, const Weight& weight,
-                                                           const Amid& amid) const {
-    const A c1 = sums.xhat_wdy / cols;
-    const A c2 = sums.wdy / cols;
-    Tile<X, kChunks, kColumns> out;
+  // Chunk k of dx = rstd * (wdy - mean(wdy) - xhat * mean(xhat * wdy)); `means`: these two.
+  template <class W>
+  __device__ __forceinline__ Pack<X, kColumns> dx(int k, A mean, A rstd, const Sums<A>& means,
+                                                  const Pack<W, kColumns>& weight) const {
+    const auto value = [&](int i) {
+      return rstd * fma(-means.xhat_wdy, xhat(k, i, mean, rstd), wdy(k, i, weight) - means.wdy);
+    };
+    Pack<X, kColumns> out;
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) {
-      const auto weights = weight(k);
-      const auto value = [&](int i) {
-        return rstd * fma(-c1, xhat(k, i, mean, rstd), wdy(k, i, weights) - c2);
-      };
-#pragma unroll
-      for (int i = 0; i < kColumns; i += 2) out.chunks[k].set_pair(i, value(i), value(i + 1));
-      amid(k);
-    }
+    for (int i = 0; i < kColumns; i += 2) out.set_pair(i, value(i), value(i + 1));
     return out;
   }
 };
@@ -284,9 +280,13 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow,
     const A rstd = active ? p.rstd[row] : A(0);
     Sums<A> sums = sum_lanes(tile.sums(share, mean, rstd, weight), lanes);
     if (several_warps) sums = reducer.reduce(sums);
-    const auto dx = tile.dx(mean, rstd, sums, static_cast<A>(p.cols), weight, [&](int k) {
+    const Sums<A> means = sums.scaled(p.inverse_cols);
+    Tile<X, kChunks, kColumns> dx;
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      dx.chunks[k] = tile.dx(k, mean, rstd, means, weight(k));
       if constexpr (kWeightGrads) weight_grads.add(tile, k, mean, rstd);
-    });
+    }
     const auto dx_chunk = [&](int k) { return dx.chunks[k]; };
     if (several_warps) {
       writer.write(p.dx + row * p.cols + piece.begin, active, share, dx_chunk);

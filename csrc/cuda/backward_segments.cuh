@@ -43,13 +43,13 @@ __global__ void __launch_bounds__(kSegmentThreads)
   tile.dy.load_by_warps(p.dy + row * p.dy_row_stride + segment.begin, segment.share, p.dy_end);
   const Sums<A> sums =
       reduce_array(p.segment_sums + row * p.segments, static_cast<int>(p.segments));
-  const auto dx =
-      tile.dx(p.mean[row], p.rstd[row], sums, static_cast<A>(p.cols), weight, [](int) {});
+  const Sums<A> means = sums.scaled(p.inverse_cols);
+  const A mean = p.mean[row], rstd = p.rstd[row];
   using Writer = RowWriter<X, kBackwardChunks<X>, kChunkColumns<X>, kVectorized>;
   __shared__ typename Writer::Storage writer_storage;
   const Writer writer{writer_storage};
   writer.write(p.dx + row * p.cols + segment.begin, true, segment.share,
-               [&](int k) { return dx.chunks[k]; });
+               [&](int k) { return tile.dx(k, mean, rstd, means, weight(k)); });
 }
 
 }  // namespace fastnorm::cuda

@@ -261,8 +261,7 @@ struct ElementRuns {
                                        static_cast<float>(p.cols), p.inverse_cols);
       rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
       if (threadIdx.x == 0 && first_row + r < p.rows) {
-        p.mean[first_row + r] = sets[r].mean;
-        p.rstd[first_row + r] = rstd[r];
+        put_statistics(p, first_row + r, sets[r].mean, rstd[r]);
       }
     }
   }

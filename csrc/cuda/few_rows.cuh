@@ -4,8 +4,9 @@
 //
 // Those of a single row need no sums.
 //
-// Rows are held and summed as in backward_ring.cuh, so that dx has the same bits. The rows of a
-// tile are shared out over the blocks of a cluster, whose sums the first of them adds up.
+// Rows are held and summed as in backward_ring.cuh, so that dx has the same bits. Where one block
+// holds a row, the rows of a tile are shared out over the blocks of a cluster, whose sums the first
+// of them adds up. Wider rows are fewer, and each block of a cluster has a tile of its own.
 #pragma once
 
 #include "backward_parameters.cuh"
@@ -17,23 +18,24 @@
 namespace fastnorm::cuda {
 
 // dw and db of a tile of columns: each block of the cluster adds up its slice of the rows, over its
-// threads, its warps and the blocks in turn.
-template <class X, int kLanes>
+// threads, its warps and the blocks in turn. kSliced: there may be several of those.
+template <class X, int kLanes, bool kSliced>
 struct ColumnTile {
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr int kWidth = kLanes * kColumns;
 
   struct Storage {
     float warp_sums[kRingRowWarps][2][kWidth];
-    float slice_sums[kMaxClusterSize][2 * kWidth];
+    float slice_sums[kSliced ? kMaxClusterSize : 1][2 * kWidth];
   };
 
   template <bool kVectorized>
   static __device__ __forceinline__ void sum(const FewRowsParameters<X>& p, Storage& storage) {
     constexpr int kUnroll = kVectorized ? 4 : 2;  // rows in flight per thread
-    const bool sliced = p.slices > 1;
+    const bool sliced = kSliced && p.slices > 1;
     if (sliced) cluster_arrive();  // no block may write into one that has not started
-    const int64_t begin = static_cast<int64_t>(cluster_index()) * kWidth;
+    const int64_t begin = static_cast<int64_t>(kSliced ? cluster_index() : blockIdx.x) * kWidth;
+    if (!kSliced && begin >= p.cols) return;
     const int slice = sliced ? cluster_rank() : 0;
     const int64_t end = min(p.rows, (slice + 1) * p.slice_rows);
     const int lane = threadIdx.x % kLanes;
@@ -119,6 +121,28 @@ struct ColumnTile {
       float total = 0;
       for (int s = 0; s < p.slices; ++s) total += storage.slice_sums[s][i];
       store(i, total);
+    }
+  }
+};
+
+// The tiles of rows that a block holds, or a cluster.
+template <class X, RingSpan kSpan>
+struct ColumnTiles {
+  static constexpr bool kSliced = kSpan != RingSpan::kCluster;
+  using Narrow = ColumnTile<X, kSliced ? kMinTileLanes : kMaxTileLanes, kSliced>;
+  using Wide = ColumnTile<X, kSliced ? kMaxTileLanes : kWideTileLanes, kSliced>;
+
+  union Storage {
+    typename Narrow::Storage narrow;
+    typename Wide::Storage wide;
+  };
+
+  template <bool kVectorized>
+  static __device__ __forceinline__ void sum(const FewRowsParameters<X>& p, Storage& storage) {
+    if (p.tile_lanes * kChunkColumns<X> == Narrow::kWidth) {
+      Narrow::template sum<kVectorized>(p, storage.narrow);
+    } else {
+      Wide::template sum<kVectorized>(p, storage.wide);
     }
   }
 };
@@ -217,8 +241,7 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   using Stage = WarpStage<X, kWarpSize * kChunks * kColumns>;
   struct Unused {};
   __shared__ union {
-    typename ColumnTile<X, kMinTileLanes>::Storage narrow_tile;
-    typename ColumnTile<X, kMaxTileLanes>::Storage wide_tile;
+    typename ColumnTiles<X, kSpan>::Storage tiles;
     struct {
       typename RowSumsExchange<kSpan>::Storage sums;
       std::conditional_t<kVectorized, Unused, typename Stage::Buffer> stages[kRingRowWarps];
@@ -229,10 +252,8 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
   if (static_cast<int>(blockIdx.x) < p.column_blocks) {
     if (p.rows == 1) {
       store_row_gradients<kVectorized>(p, p.column_blocks);
-    } else if (p.tile_lanes == kMinTileLanes) {
-      ColumnTile<X, kMinTileLanes>::template sum<kVectorized>(p, storage.narrow_tile);
     } else {
-      ColumnTile<X, kMaxTileLanes>::template sum<kVectorized>(p, storage.wide_tile);
+      ColumnTiles<X, kSpan>::template sum<kVectorized>(p, storage.tiles);
     }
     return;
   }
@@ -257,7 +278,7 @@ __global__ void __launch_bounds__((kFewWide<X, kVectorized, kChunks> ? kMaxShare
 
   // Of the warp's rows.
   const int64_t first_row =
-      kCluster ? cluster_index() - p.tiles
+      kCluster ? cluster_index() - p.clusters_of_tiles
                : static_cast<int64_t>(blockIdx.x - p.column_blocks) * p.block_rows + group * teams;
   // Of a lane that is left over between two teams or behind the last one, beyond the last one.
   const int64_t row = !kShort || (lane < lanes && team < teams) ? first_row + team : p.rows;
@@ -375,7 +396,7 @@ cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& p
       if (plan.run_columns > 0) kernel = backward_few_rows<X, kSpan, false, kChunks, true>;
     }
     return Launch(plan.blocks, dim3(block_threads(plan)), stream)
-        .in_clusters(p.slices)
+        .in_clusters(std::max(p.slices, plan.cluster_size))
         .overlapping(plan.overlap_launches)(kernel, p);
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;

@@ -175,7 +175,7 @@ cudaError_t launch_register_rows(const ForwardPlan& plan, const LaunchRows& laun
     }
   } else {
     constexpr int kNarrowBlocks = kVectorized && kFew && !kWideY ? 3 : 2;
-    constexpr int kWideBlocks = kVectorized ? 2 : 1;
+    constexpr int kWideBlocks = kVectorized || kMovesByElements<X> ? 2 : 1;
     const auto narrow = forward_rows<X, Y, W, 384, kNarrowBlocks, kChunks, 0, false, kVectorized>;
     if (threads <= 384) return launch_rows(narrow);
     const auto wide = forward_rows<X, Y, W, 512, kWideBlocks, kChunks, 0, false, kVectorized>;
@@ -204,12 +204,13 @@ cudaError_t launch_forward(const ForwardParameters<X, Y, W>& p, const ForwardPla
   // registers are needed.
   constexpr bool kNarrow = kEarlyParameters<X, W> && sizeof(Y) <= sizeof(X);
   constexpr bool kFew = kFewRegisters<X, W>;
-  constexpr int kBlocks = kVectorized ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
+  constexpr bool kStages = !kVectorized && !kMovesByElements<X>;
+  constexpr int kBlocks = !kStages ? (kNarrow ? 3 : 2) : (kFew ? 2 : 1);
   // In clusters three of float64 spill: 4096 x 16384 345 us on an H200 so, 335 us of two.
   constexpr int kClusterBlocks = std::is_same_v<X, double> ? std::min(kBlocks, 2) : kBlocks;
   // Whether there are rows of three, four and seven chunks in a lane of one warp.
   constexpr bool kAny = kIs16Bit<X> && kOneType<X, Y, W>;
-  constexpr int kShared = forward_shared_chunks(kForwardChunks, kVectorized);
+  constexpr int kShared = forward_shared_chunks(kForwardChunks, !kStages);
   switch (plan.kernel) {
     case Kernel::kShortRows:
       if constexpr (kVectorized && kAnyChunks<X, Y>) {

@@ -109,10 +109,7 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
-    if (thread % kLanes == 0 && row + r < p.rows) {
-      p.mean[row + r] = sets[r].mean;
-      p.rstd[row + r] = rstd[r];
-    }
+    if (thread % kLanes == 0 && row + r < p.rows) put_statistics(p, row + r, sets[r].mean, rstd[r]);
   }
   // Each lane in the place of what it has read. (There is room for rows that do not exist.)
   tile.put(sets, rstd, p.weight, p.bias, 0, [&](int r) { return staged + r * cols; });

@@ -98,10 +98,7 @@ __global__ void __launch_bounds__(kBulkRowThreads, kStreams ? kBulkRowBlocks : 1
     const int64_t row = first_row_of_block<kStep * kRows>() + own + r * kStep;
     const A rstd = rstd_of(moments[r], p.inverse_cols, p.eps);
     standardizers[r] = {rstd, moments[r].mean};
-    if (lane == 0 && !idle && row < p.rows) {
-      p.mean[row] = moments[r].mean;
-      p.rstd[row] = rstd;
-    }
+    if (lane == 0 && !idle && row < p.rows) put_statistics(p, row, moments[r].mean, rstd);
   }
 #pragma unroll
   for (int k = 0; k < kChunks; ++k) {

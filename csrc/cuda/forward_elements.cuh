@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
   for (int r = 0; r < kRows; ++r) {
     rstd[r] = rstd_of(sets[r], p.inverse_cols, p.eps);
     if (threadIdx.x % kLanes == 0 && row_of(r) < p.rows) {
-      p.mean[row_of(r)] = sets[r].mean;
-      p.rstd[row_of(r)] = rstd[r];
+      put_statistics(p, row_of(r), sets[r].mean, rstd[r]);
     }
   }
   X* const y = p.y + first_row * p.cols;

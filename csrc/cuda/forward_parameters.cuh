@@ -29,7 +29,7 @@ struct ForwardParameters {
   const W* weight;
   const W* bias;
   Y* y;
-  A* mean;
+  A* mean;  // null, and so is rstd, where y alone is asked for
   A* rstd;
   SetMoments<A>* segment_moments;  // [rows, segments]
   int cluster_size;
@@ -37,6 +37,14 @@ struct ForwardParameters {
   int warp_steps, first_longer_warp;
   FirstBlocks first;  // of kCluster one, which sends; not of kSplit
 };
+
+// Stores mean and rstd of a row, if they are asked for.
+template <class P, class A>
+__device__ __forceinline__ void put_statistics(const P& p, int64_t row, A mean, A rstd) {
+  if (p.mean == nullptr) return;
+  p.mean[row] = mean;
+  p.rstd[row] = rstd;
+}
 
 // Of forward_elements.cuh.
 template <class X, class W>

@@ -583,9 +583,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
     if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
-      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
-      p.mean[row] = moments.mean;
-      p.rstd[row] = rstd;
+      put_statistics(p, first + static_cast<int64_t>(i) * p.clusters, moments.mean, rstd);
     }
     const Standardizer<float> standardizer{rstd, moments.mean};
 #pragma unroll

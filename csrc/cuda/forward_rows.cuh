@@ -261,8 +261,7 @@ __global__ void __launch_bounds__(
       if constexpr (kTeams <= 8) {
         store_statistics<kLanes * kChunks * kChunkBytes>(p, row, moments[r].mean, rstd);
       } else {
-        p.mean[row] = moments[r].mean;
-        p.rstd[row] = rstd;
+        put_statistics(p, row, moments[r].mean, rstd);
       }
     }
   }
@@ -410,10 +409,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     merge_warps(std::false_type());
   }
   const A rstd = rstd_of(moments, p.inverse_cols, p.eps);
-  if (threadIdx.x == 0 && rank == 0) {
-    p.mean[row] = moments.mean;
-    p.rstd[row] = rstd;
-  }
+  if (threadIdx.x == 0 && rank == 0) put_statistics(p, row, moments.mean, rstd);
   const auto write = [&](auto is_centred, const Standardizer<A>& standardizer) {
     constexpr bool kCentred = decltype(is_centred)::value;
     if (inside) {

@@ -68,10 +68,7 @@ __global__ void __launch_bounds__(kSegmentThreads)
   tile.write(p.y + segment.row * p.cols + segment.begin, standardizer,
              p.weight == nullptr ? nullptr : p.weight + segment.begin,
              p.bias == nullptr ? nullptr : p.bias + segment.begin, p.plain);
-  if (threadIdx.x == 0 && segment.index == 0) {
-    p.mean[segment.row] = moments.mean;
-    p.rstd[segment.row] = rstd;
-  }
+  if (threadIdx.x == 0 && segment.index == 0) put_statistics(p, segment.row, moments.mean, rstd);
 }
 
 }  // namespace fastnorm::cuda

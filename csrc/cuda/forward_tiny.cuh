@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
   const int offset = Tile::offset_of(p.x, dense), y_offset = Tile::put_offset_of(p.y);
   const unsigned mine = shared_address(stages) + (team * cols + run.begin) * kSize;
   const unsigned next_row = Run::kTeams * cols * kSize;
+  const bool tells = p.mean != nullptr && lane % kLanes == 0;
   float* means = p.mean + Tiles::first_row(tiles.tile) + team;
   float* rstds = p.rstd + Tiles::first_row(tiles.tile) + team;
   int stage = 0;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kElementRowThreads)
 #pragma unroll
       for (int i = 0; i < kCount; ++i) x[i] = fma((x[i] - mean) * rstd, weight[i], bias[i]);
       run.store(x, place + y_offset + r * next_row);
-      if (lane % kLanes == 0 && r * Run::kTeams + team < rows) {
+      if (tells && r * Run::kTeams + team < rows) {
         means[r * Run::kTeams] = mean;
         rstds[r * Run::kTeams] = rstd;
       }

@@ -275,8 +275,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
     if (take_sums(row[0], warp_sums.merge(blockDim.x / kWarpSize), p.inverse_cols)) {
       rstd[0] = rstd_of(row[0], p.inverse_cols, p.eps);
       if (threadIdx.x == 0) {
-        p.mean[first_row_of_block<1>()] = row[0].mean;
-        p.rstd[first_row_of_block<1>()] = rstd[0];
+        put_statistics(p, first_row_of_block<1>(), row[0].mean, rstd[0]);
       }
       kept = run.template put<kPaired, kPlain, kShifts, true>(
           mine, shift, {rstd[0], -row[0].mean * rstd[0]}, p.weight, p.bias);

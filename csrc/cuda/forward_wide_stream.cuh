@@ -328,10 +328,7 @@ __global__ void __launch_bounds__((kWideRowWarps + 1) * kWarpSize, 1)
         }
         tells_early = !near;
         const float mean = moments.mean, rstd = rstd_of(moments, p.inverse_cols, p.eps);
-        if (row_warp == 0 && lane == 0) {
-          p.mean[share.row(i)] = mean;
-          p.rstd[share.row(i)] = rstd;
-        }
+        if (row_warp == 0 && lane == 0) put_statistics(p, share.row(i), mean, rstd);
         unsigned target = place;
         if constexpr (kApart && !kDirect) {
           target = memory + (p.stages + i % kWideOutputs) * p.tensor_bytes + y_begin;

@@ -32,6 +32,10 @@ constexpr int kChunkColumns = kChunkBytes / static_cast<int>(sizeof(X));
 template <class T>
 constexpr bool kIs16Bit = sizeof(T) == 2;
 
+// Whether rows that are not aligned move by accesses of an element, since that is half a chunk.
+template <class T>
+constexpr bool kMovesByElements = sizeof(T) == 8;
+
 // Columns that a lane of kElements has side by side.
 template <class X>
 constexpr int kSideBySide = kIs16Bit<X> ? 2 : 1;

@@ -8,17 +8,16 @@ namespace fastnorm::cuda {
 
 // The columns of a row that this block of a cluster holds; all of them without a cluster.
 struct Piece {
-  int64_t begin;
-  int cols;
+  int begin, cols;
 };
 
 template <int kColumns, int kChunks, bool kCluster>
 __device__ __forceinline__ Piece block_piece(int64_t cols, int threads) {
   if constexpr (!kCluster) return {0, static_cast<int>(cols)};
-  const int64_t size = static_cast<int64_t>(threads) * kChunks * kColumns;
-  const int64_t begin = cluster_rank() * size;
-  const int64_t rest = cols - begin;
-  return {begin, static_cast<int>(rest < 0 ? 0 : (rest < size ? rest : size))};
+  const int size = threads * kChunks * kColumns;
+  const int begin = cluster_rank() * size;
+  const int rest = static_cast<int>(cols) - begin;
+  return {begin, rest < 0 ? 0 : (rest < size ? rest : size)};
 }
 
 // The row and the columns of a block of the kSplit kernels.

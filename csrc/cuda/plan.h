@@ -93,7 +93,8 @@ constexpr int kMostFinishThreads = 64;   // of those, side by side
 constexpr int kMaxRingThreads = 640;     // the largest block of kRing
 constexpr int kMostCachedThreads = 384;  // of float32, whose stages leave the L1 cache enough room
 constexpr int kMinTileLanes = 4;         // chunks of a row in a tile of kTiles: at least
-constexpr int kMaxTileLanes = 8;         // and at most
+constexpr int kMaxTileLanes = 8;         // and at most, but for
+constexpr int kWideTileLanes = 32;       // tiles of rows that a cluster holds
 constexpr int kElementRowThreads = 128;  // the block of kElements
 constexpr int kLeastElementLanes = 8;    // of a row of kElements
 constexpr int kMostElementColumns = 32;  // of a lane of kElements in the forward, and
@@ -355,10 +356,11 @@ struct BackwardPlan {
   int run_columns = 0;
   int64_t segments = 1;
   bool vectorized = false;
-  bool packed = false;   // rows in a part of a warp follow each other without idle lanes
-  bool brakes = false;   // kRing: each turn waits for the next row's statistics, to ask for less
-  int most_ahead = 0;    // kRing: as in ForwardPlan
-  bool in_grid = false;  // kRing: of blocks of a grid that runs as a whole, not of a cluster
+  bool packed = false;  // rows in a part of a warp follow each other without idle lanes
+  bool brakes = false;  // kRing: each turn waits for the next row's statistics, to ask for less
+  bool copies_ahead = false;   // kRows, kCluster: while a row is worked on, the next are copied
+  int most_ahead = 0;          // kRing: as in ForwardPlan
+  bool in_grid = false;        // kRing: of blocks of a grid that runs as a whole, not of a cluster
   bool exchange_warp = false;  // kRing: each block has a warp more, which only exchanges sums
   bool dx = true;              // false: dw and db alone are asked for, and no dx kernel runs
   int64_t blocks = 0;
@@ -370,7 +372,7 @@ struct BackwardPlan {
   // kRing, kElements: rows of partial sums that each of the few clusters or grids that hold wide
   // rows leaves, each after some of them: a grid in one launch, clusters in as many.
   int shares = 1;
-  // kTiles: blocks of a cluster, which share the rows of a tile, and of all tiles.
+  // kTiles: blocks of a cluster that share the rows of a tile, and those of all tiles.
   int tile_lanes = 0;  // chunks of a row in a tile
   int slices = 1;
   int64_t column_blocks = 0;
@@ -407,6 +409,15 @@ constexpr int block_threads(const BackwardPlan& plan) {
   const int together = rows_per_warp(plan);
   const int lanes = plan.threads_per_row;
   return plan.rows_per_block / together * (together > 1 && lanes < kWarpSize ? kWarpSize : lanes);
+}
+
+// What a thread of such a block has in shared memory: x, dy, mean and rstd of so many rows, in
+// granules, and in one block of its own the weight.
+constexpr int kAheadGranules = 2 * backward_chunks(DType::kFloat64) + 1;
+constexpr int ahead_stages(bool in_cluster) { return in_cluster ? 3 : 2; }
+constexpr int ahead_bytes(int threads, bool in_cluster) {
+  const int weight = in_cluster ? 0 : backward_chunks(DType::kFloat64);
+  return (ahead_stages(in_cluster) * kAheadGranules + weight) * kChunkBytes * threads;
 }
 
 // Columns of partial sums that a thread of the backward's second kernel reads at once; and how many

@@ -45,10 +45,16 @@ int choose_threads(int64_t chunks, int chunks_per_thread) {
                                                : ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
+// Whether such rows' successors are copied to shared memory meanwhile.
+bool copies_ahead(const BackwardPlan& plan, const BackwardProblem& problem,
+                  const DeviceProperties& device) {
+  return problem.x_dtype == DType::kFloat64 && plan.kernel != Kernel::kSplit && can_stream(device);
+}
+
 // Rows in the registers of a block, a cluster or, cut into segments, of blocks that do not meet.
 // Returns how many blocks run side by side.
-int64_t shape_rows(BackwardPlan& plan, int64_t chunks, const DeviceProperties& device,
-                   const PlanRequest& request) {
+int64_t shape_rows(BackwardPlan& plan, const BackwardProblem& problem, int64_t chunks,
+                   const DeviceProperties& device, const PlanRequest& request) {
   plan.kernel = choose_kernel(chunks, plan.chunks_per_thread, device, request);
   if (plan.kernel == Kernel::kSplit) {
     shape_segments(plan, chunks);
@@ -60,6 +66,10 @@ int64_t shape_rows(BackwardPlan& plan, int64_t chunks, const DeviceProperties& d
   } else {
     plan.threads_per_row = choose_threads(chunks, plan.chunks_per_thread);
     plan.rows_per_block = std::max(1, kMaxSharedBlock / plan.threads_per_row);
+  }
+  plan.copies_ahead = copies_ahead(plan, problem, device);
+  if (plan.copies_ahead && plan.cluster_size > 1) {
+    return int64_t{plan.cluster_size} * resident_clusters(plan.cluster_size, 1, device);
   }
   const int block_threads = plan.threads_per_row * plan.rows_per_block;
   return int64_t{device.sm_count} * std::max(1, kMaxThreadsPerRow / block_threads);
@@ -141,17 +151,27 @@ struct Tiles {
 // 128 bytes wide and cut into slices until there is a block for each multiprocessor, if each has
 // rows enough; 64 bytes wide where that gives very few. More blocks leave no room for those of dx:
 // 512 x 8192 bfloat16 took 11 us in a graph on an H200 with 128 of them, 15 us with 256.
+//
+// Of rows that a cluster holds, which are wide and few, a tile has one block, and 512 bytes of each
+// row where those of 128 would be more than there are places for.
 Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const DeviceProperties& device,
                   int most_lanes) {
   constexpr int kLeastSliceRows = 128;
   constexpr int kLeastBlocks = 32;
+  const auto tiles_of = [&](int lanes) {
+    return ceil_div(problem.cols, lanes * chunk_columns(problem.x_dtype));
+  };
   Tiles tiles;
+  if (cluster_size > 1) {
+    tiles.lanes = tiles_of(kWideTileLanes) >= device.sm_count ? kWideTileLanes : kMaxTileLanes;
+    tiles.blocks = ceil_div(tiles_of(tiles.lanes), cluster_size) * cluster_size;
+    return tiles;
+  }
   for (int lanes = most_lanes; lanes >= kMinTileLanes; lanes /= 2) {
     tiles.lanes = lanes;
-    tiles.slices = cluster_size;
-    const int64_t wide = ceil_div(problem.cols, lanes * chunk_columns(problem.x_dtype));
-    while (cluster_size == 1 && tiles.slices < kMaxClusterSize &&
-           wide * tiles.slices < device.sm_count &&
+    tiles.slices = 1;
+    const int64_t wide = tiles_of(lanes);
+    while (tiles.slices < kMaxClusterSize && wide * tiles.slices < device.sm_count &&
            problem.rows >= 2 * tiles.slices * kLeastSliceRows) {
       tiles.slices *= 2;
     }
@@ -211,7 +231,8 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
   }
   const bool whole = problem.aligned && !ends_within_a_chunk(problem);
   const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
-  return bytes <= kFewRowsBytes && ceil_div(problem.rows, tiles.slices) <= (whole ? 1024 : 256);
+  const int sharing = std::max(tiles.slices, shape.cluster_size);
+  return bytes <= kFewRowsBytes && ceil_div(problem.rows, sharing) <= (whole ? 1024 : 256);
 }
 
 // Rows as in the ring, one per group of threads, and before them the tiles of columns, or, of a
@@ -221,7 +242,7 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.kernel = Kernel::kFewRows;
   plan.chunks_per_thread = ring_chunks(shape, problem);
   plan.threads_per_row = shape.threads;
-  plan.cluster_size = plan.slices = shape.cluster_size;
+  plan.cluster_size = shape.cluster_size;
   plan.run_columns = shape.run_columns;
   // dx alone, of many rows perhaps: rows in lanes that are no power of two follow each other
   // without idle ones, and blocks are small. Of two rows 65536 x 1024 bfloat16 took 98.7 us on an
@@ -242,7 +263,7 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
     plan.weight_grads = WeightGrads::kRow;
     const int64_t chunks = ceil_div(problem.cols, chunk_columns(problem.x_dtype));
     const int64_t blocks = ceil_div(chunks, block_threads(plan));
-    plan.column_blocks = ceil_div(blocks, plan.slices) * plan.slices;
+    plan.column_blocks = ceil_div(blocks, plan.cluster_size) * plan.cluster_size;
   } else if (problem.weight_grads) {
     plan.weight_grads = WeightGrads::kTiles;
     const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, most_tile_lanes);
@@ -253,7 +274,8 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.blocks = plan.column_blocks;
   if (problem.dx) {
     const int64_t blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.cluster_size;
-    plan.blocks += ceil_div(blocks, plan.slices) * plan.slices;
+    const int cluster = std::max(plan.slices, plan.cluster_size);
+    plan.blocks += ceil_div(blocks, cluster) * cluster;
   }
 }
 
@@ -324,8 +346,8 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const
   const bool can_share = shares == 1 || are_small(shares * working_groups, problem);
   const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
                         (!streams || plan.cluster_size == 1 || can_share);
-  const bool pays =
-      tiny || plan.is_wide || (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
+  const bool pays = tiny || plan.is_wide || plan.copies_ahead ||
+                    (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
   const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
   if (!can_fuse || !fuse) {
     plan_columns(plan, problem, device);
@@ -433,7 +455,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DevicePropertie
   const int64_t resident_blocks =
       stream.elements ? shape_elements(plan, *stream.elements, problem, device, request)
       : stream.ring   ? shape_ring(plan, *stream.ring, problem, device, request)
-                      : shape_rows(plan, chunks, device, request);
+                      : shape_rows(plan, problem, chunks, device, request);
   Groups groups;
   groups.all = ceil_div(problem.rows, plan.rows_per_block);
   groups.resident = std::max<int64_t>(1, resident_blocks / plan.cluster_size);

@@ -41,6 +41,12 @@ int64_t most_forward_threads(const DeviceProperties& device) {
   return threads;
 }
 
+// Whether rows may pass a stage in shared memory: those that are not aligned, but of float64, which
+// move element by element.
+bool may_stage(const ForwardPlan& plan, const ForwardProblem& problem) {
+  return !plan.vectorized && problem.x_dtype != DType::kFloat64;
+}
+
 bool forward_runs(Kernel kernel, int64_t chunks, bool uneven, const DeviceProperties& device) {
   switch (kernel) {
     case Kernel::kShortRows:
@@ -118,7 +124,7 @@ void shape_rows(ForwardPlan& plan, const ForwardProblem& problem, int64_t column
   const bool in_registers = threads <= most_row_threads(problem);
   plan.chunks_per_thread = in_registers ? in_lane : kForwardChunks;
   plan.threads_per_row = forward_threads(chunks, plan.chunks_per_thread);
-  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, plan.vectorized);
+  plan.shared_chunks = forward_shared_chunks(plan.chunks_per_thread, !may_stage(plan, problem));
   const bool by_warp = !plan.vectorized || in_warp || in_lane > kRegisterChunks;
   if (by_warp && plan.threads_per_row == kWarpSize) {
     plan.rows_per_block = kShortRowThreads / kWarpSize;
@@ -259,11 +265,12 @@ void shape_bulk_rows(ForwardPlan& plan, const ForwardProblem& problem) {
   plan.shared_bytes = plan.rows_per_block * static_cast<int>(problem.cols) * size;
 }
 
-void shape_forward_cluster(ForwardPlan& plan, int64_t chunks, const PlanRequest& request) {
+void shape_forward_cluster(ForwardPlan& plan, const ForwardProblem& problem, int64_t chunks,
+                           const PlanRequest& request) {
   plan.chunks_per_thread = kForwardChunks;
   plan.cluster_size = choose_cluster_size(chunks, block_chunks(kForwardChunks), request);
   plan.threads_per_row = forward_threads(ceil_div(chunks, plan.cluster_size), kForwardChunks);
-  plan.shared_chunks = forward_shared_chunks(kForwardChunks, plan.vectorized);
+  plan.shared_chunks = forward_shared_chunks(kForwardChunks, !may_stage(plan, problem));
 }
 
 }  // namespace
@@ -291,7 +298,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
           problem, chunks, int64_t{plan.threads_per_row} * plan.chunks_per_thread, device);
       break;
     case Kernel::kCluster:
-      shape_forward_cluster(plan, chunks, request);
+      shape_forward_cluster(plan, problem, chunks, request);
       break;
     case Kernel::kElements:
       shape_forward_elements(plan, problem, device, request);
@@ -311,7 +318,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceProperties& 
   }
   if (plan.kernel == Kernel::kRows || plan.kernel == Kernel::kCluster ||
       plan.kernel == Kernel::kSplit) {
-    const bool stages = !plan.vectorized && (plan.shared_chunks > 0 || !problem.y_as_x);
+    const bool stages = may_stage(plan, problem) && (plan.shared_chunks > 0 || !problem.y_as_x);
     plan.shared_bytes = plan.rows_per_block * plan.threads_per_row / kWarpSize *
                         forward_shared_bytes(plan.chunks_per_thread, plan.shared_chunks, stages);
   }

@@ -36,10 +36,13 @@ int choose_cluster_size(int64_t chunks, int64_t block_chunks, const PlanRequest&
   return static_cast<int>(size);
 }
 
-bool can_stream(DType x_dtype, const DeviceProperties& device) {
+bool can_stream(const DeviceProperties& device) {
   constexpr int kRingBytes = 227 * 1024;
-  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes &&
-         x_dtype != DType::kFloat64;
+  return device.compute_capability >= 90 && shared_bytes_of(device) >= kRingBytes;
+}
+
+bool can_stream(DType x_dtype, const DeviceProperties& device) {
+  return can_stream(device) && x_dtype != DType::kFloat64;
 }
 
 double cluster_fit(int size, int64_t blocks) {

@@ -41,7 +41,8 @@ struct RingShape {
   int run_columns = 0;  // of a warp, in the backward; see BackwardPlan
 };
 
-// Whether rows of x's dtype can be streamed through shared memory.
+// Whether rows can be streamed through shared memory; those of x's dtype in the ring, or by column.
+bool can_stream(const DeviceProperties& device);
 bool can_stream(DType x_dtype, const DeviceProperties& device);
 
 // Whether memory gives a multiprocessor little: 25 GB/s on an H100, 36 on an H200. Then streams are

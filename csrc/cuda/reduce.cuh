@@ -27,6 +27,10 @@ struct Sums {
     wdy += other.wdy;
   }
 
+  __device__ __forceinline__ Sums scaled(A factor) const {
+    return {xhat_wdy * factor, wdy * factor};
+  }
+
   __device__ __forceinline__ Sums shuffle_down(int offset, int width) const {
     return {__shfl_down_sync(kAllLanes, xhat_wdy, offset, width),
             __shfl_down_sync(kAllLanes, wdy, offset, width)};
@@ -202,16 +206,16 @@ __device__ __forceinline__ void store_remote(Sums<A>* target, const Sums<A>& val
 
 // Reduces one Value per warp over the warps of a row, row after row, behind one barrier each. The
 // block is threads_per_row (whole warps) x rows_per_block; with kCluster all blocks of the cluster
-// share the row. Two sets of slots take turns: a thread that writes a set has passed the barrier of
-// the row before, and so has every reader of that set.
-template <class Value, bool kCluster>
+// share the row. Two sets of slots, or more, take turns: a thread that writes a set has passed the
+// barrier of the row before, and so has every reader of that set.
+template <class Value, bool kCluster, int kSets = 2>
 class RowReducer {
  public:
   static constexpr int kMaxWarps = kMaxThreadsPerRow / kWarpSize;
   static constexpr int kSlots = kCluster ? kMaxWarps * kMaxClusterSize : kMaxWarps;
 
   struct Storage {
-    Value slots[2][kSlots];
+    Value slots[kSets][kSlots];
   };
 
   // Every thread of the block (with kCluster: of the cluster) must come here.
@@ -227,22 +231,35 @@ class RowReducer {
   // The merge over the row, in all its threads, of `value`, which is the same in all lanes of a
   // warp. Every thread of the block must come here.
   __device__ __forceinline__ Value reduce(const Value& value) {
+    const int set = turn_;
+    turn_ ^= 1;
+    post(value, set);
+    return collect(set);
+  }
+
+  // The same in two steps, between which others may get ready, by a set other than the last row's.
+  __device__ __forceinline__ void post(const Value& value, int set) {
     const int warp = threadIdx.x / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
-    Value* const slots = storage_.slots[turn_];
-    turn_ ^= 1;
+    Value* const slots = storage_.slots[set];
     if constexpr (kCluster) {
       if (!started_) cluster_wait();
       started_ = true;
       if (lane < cluster_size_) store_remote(&slots[rank_ * warps_ + warp], value, lane);
       cluster_arrive();
+    } else {
+      if (lane == 0) slots[threadIdx.y * warps_ + warp] = value;
+    }
+  }
+
+  __device__ __forceinline__ Value collect(int set) {
+    const Value* const slots = storage_.slots[set];
+    if constexpr (kCluster) {
       cluster_wait();
       return reduce_array(slots, cluster_size_ * warps_);
     } else {
-      const int row = threadIdx.y;
-      if (lane == 0) slots[row * warps_ + warp] = value;
       __syncthreads();
-      return reduce_array(slots + row * warps_, warps_);
+      return reduce_array(slots + threadIdx.y * warps_, warps_);
     }
   }
 

@@ -54,7 +54,10 @@ class RowTile {
   using RowSpan = Span<X, kChunks, kOverhang>;
   static constexpr int kColumns = kChunkColumns<X>;
   static constexpr int kRegisters = kChunks - kShared;
-  static constexpr bool kStages = !kVectorized && (kShared > 0 || sizeof(Y) != sizeof(X));
+  // Elements of eight bytes are moved one by one instead: nothing is to be shifted.
+  static constexpr bool kByElements = !kVectorized && kMovesByElements<X>;
+  static constexpr bool kStages =
+      !kVectorized && !kByElements && (kShared > 0 || sizeof(Y) != sizeof(X));
   // Chunks of y that pass the stage together.
   static constexpr int kStaged = forward_staged_chunks(kChunks, kShared);
   using Stage = SpanStage<kStaged>;
@@ -89,7 +92,17 @@ class RowTile {
       }
     } else {
       if (!kInside && span_.lane < span_.tail()) tail_ = row[span_.tail_column()];
-      if constexpr (kStages) {
+      if constexpr (kByElements) {
+#pragma unroll
+        for (int k = kRegisters; k < kChunks; ++k) {
+          if (span_.has(k)) start_copy_by_elements(shared_chunk(k), row + span_.column(k));
+        }
+#pragma unroll
+        for (int k = 0; k < kRegisters; ++k) {
+          registers_[k] =
+              load_unaligned<X, kColumns>(row + span_.column(k), span_.has(k) ? kColumns : 0);
+        }
+      } else if constexpr (kStages) {
         load_staged(row + span_.begin, end);
       } else {
         read_realigned<kInside>(registers_, row, span_.begin, chunks<kInside>(), end);
@@ -99,7 +112,7 @@ class RowTile {
 
   // Before anything is made of chunks that have been read.
   static __device__ __forceinline__ void wait() {
-    if constexpr (kVectorized) wait_for_copies();
+    if constexpr (kVectorized || kByElements) wait_for_copies();
   }
 
   // This lane's sums of the span.
@@ -308,7 +321,15 @@ class RowTile {
         pair.set_pair(0, value, value);
         row[column] = pair.element(0);
       }
-      if constexpr (kStages) {
+      if constexpr (kByElements) {
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (!span_.has(k)) continue;
+          const Pack<Y, kColumns> pack = y(k, true);
+#pragma unroll
+          for (int i = 0; i < kColumns; ++i) row[span_.column(k) + i] = pack.element(i);
+        }
+      } else if constexpr (kStages) {
         // Chunks of y that fit the stage together.
         constexpr int kGroup =
             sizeof(Y) > sizeof(X) ? kStaged * int{sizeof(X)} / int{sizeof(Y)} : kStaged;

@@ -47,6 +47,7 @@ __device__ __forceinline__ void release(const T* target) {
 // way.
 template <int kRowBytes, class P, class A>
 __device__ __forceinline__ void store_statistics(const P& p, int64_t row, A mean, A rstd) {
+  if (p.mean == nullptr) return;
   store_lasting(p.mean + row, mean);
   store_lasting(p.rstd + row, rstd);
   constexpr int kLineRows = kLineBytes / static_cast<int>(sizeof(A));

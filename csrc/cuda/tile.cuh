@@ -204,7 +204,8 @@ template <class T, int kChunks, int kColumns, bool kVectorized, bool kPairs = fa
 struct ShortRowWriter {
   using Stage = WarpStage<T, kWarpSize * kChunks * kColumns>;
   struct Unused {};
-  using Storage = std::conditional_t<kVectorized && !kGathers, Unused, typename Stage::Buffer>;
+  using Storage = std::conditional_t<(kVectorized && !kGathers) || kMovesByElements<T>, Unused,
+                                     typename Stage::Buffer>;
 
   Storage& storage;  // this warp's
   T* tensor;
@@ -246,6 +247,17 @@ struct ShortRowWriter {
           store_with_neighbour(row + share.column(k), chunk(k), exists, neighbour_exists);
         } else if (exists) {
           store_pack(row + share.column(k), chunk(k));
+        }
+      }
+    } else if constexpr (kMovesByElements<T>) {
+      if (first_row + team >= rows) return;
+      T* const row = tensor + (first_row + team) * share.cols;
+#pragma unroll
+      for (int k = 0; k < kChunks; ++k) {
+        const Pack<T, kColumns> pack = chunk(k);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          if (i < share.left(k)) row[share.column(k) + i] = pack.element(i);
         }
       }
     } else {
