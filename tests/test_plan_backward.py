@@ -175,8 +175,7 @@ def test_widths_that_the_backward_takes_by_column(dtype: str) -> None:
             plan = _C.plan("backward", rows, cols, dtype)
             few = rows == 1 and cols > 64 and plan["cluster_size"] <= 8
             assert plan["kernel"] == ("few_elements" if few else "elements")
-            columns = rows == 1 and not few and cols > 64
-            assert plan["weight_grads"] == ("tiles" if few else "columns" if columns else "fused")
+            assert plan["weight_grads"] == ("tiles" if few else "fused")
             assert plan["chunks_per_thread"] == (4 if dtype == "float32" else 2)
             assert _C.plan("backward", rows, cols, dtype, aligned=False) == plan
         assert _C.plan("backward", 9, cols, dtype, kernel="ring")["kernel"] == "ring"
@@ -500,15 +499,22 @@ def test_sums_over_rows_that_nobody_asks_for_cost_nothing(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("cols", [64, 1024, 4096])
-def test_many_rows_read_x_once_and_few_do_not_wait_for_partials(dtype: str, cols: int) -> None:
+def test_x_is_read_once_or_in_one_launch(dtype: str, cols: int) -> None:
     assert _C.plan("backward", 1_000_000, cols, dtype)["weight_grads"] == "fused"
     plan = _C.plan("backward", 8, cols, dtype)
-    if dtype == "float64":  # whose partial sums are fewer than x and dy, read once more
-        assert (plan["weight_grads"], plan["partials"] <= 8) == ("fused", True)
-        older = _C.plan("backward", 8, cols, dtype, compute_capability=80)
-        assert older["weight_grads"] == "columns"
-    else:
-        assert plan["weight_grads"] == "tiles"
+    assert plan["weight_grads"] == ("fused" if dtype == "float64" else "tiles")
+    assert plan["partials"] <= 8
+
+
+def test_few_long_rows_in_registers_are_read_twice_where_they_are_not_aligned() -> None:
+    def source(rows: int, cols: int, aligned: bool) -> str:
+        plan = _C.plan("backward", rows, cols, "float16", dy_dtype="bfloat16", aligned=aligned)
+        assert plan["kernel"] == "rows"
+        return plan["weight_grads"]
+
+    assert source(244, 4095, False) == "columns"
+    assert source(244, 4096, True) == source(10_000, 4095, False) == "fused"
+    assert source(244, 1023, False) == "fused"
 
 
 def test_the_partial_sums_of_many_rows_stay_few() -> None:
@@ -540,11 +546,10 @@ def test_no_share_of_rows_is_so_long_that_its_sums_are_off(dtype: str) -> None:
             while is_long(rows, needed):
                 needed += resident
             little = needed == resident or 8 * needed <= 0.08 * rows * SIZES[dtype]
-            many = asked or plan["is_wide"] or rows >= 8 * resident
-            assert fused == (many and little), where
+            assert fused == little, where
             assert not fused or plan["partials"] == needed, where
             seen.add((min(plan["cluster_size"], 17), fused, plan["shares"] > 1))
-    assert {(8, True, False), (8, True, True), (8, False, False)} <= seen
+    assert {(8, True, False), (8, True, True)} <= seen
     assert {(16, True, False), (16, True, True)} <= seen
     assert {(17, True, False), (17, True, True)} <= seen
     assert (17, False, False) in seen or dtype == "float32", "70 rows by one group of blocks"

@@ -189,6 +189,13 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const Device
 // us, in the ring 194 us; 65536 x 1024 100 us for 107 us. And so are many rows of a 16-bit type
 // that leave lanes idle, where instructions count for more (see fill_lanes).
 constexpr int64_t kFewRowsBytes = 12 << 20;
+// 16-bit rows of clusters, in one launch and in the ring: of 8 MB 32768 columns 20 and 19 us, 65536
+// 20 and 19, of 12 MB 12288 25 and 21, 32768 27 and 22, 65536 26 and 22; but float32 12288 20 both.
+constexpr int64_t kFewClusterRowsBytes = 8 << 20;
+// Rows of a block that sums a tile. Where granules are read word by word, and rows are short enough
+// to share a tile's rows out, it takes longer than the ring: bfloat16 6001 columns of 8 MB 29 us
+// for 24. But float32 6001 16 us for 20, 4095 of 10 MB 16 us for 21.
+constexpr int64_t kMostTileRows = 1024, kMostUnevenTileRows = 256;
 constexpr int64_t kFewLongRowsBytes = 32 << 20;  // of dx alone
 
 // Likewise of dx alone where rows end within a chunk. Of 16-bit elements, which are then stored one
@@ -230,9 +237,14 @@ bool has_few_rows(const BackwardProblem& problem, const RingShape& shape,
     return !too_many && shape.cluster_size == 1;
   }
   const bool whole = problem.aligned && !ends_within_a_chunk(problem);
+  const bool by_cluster = shape.cluster_size > 1;
   const Tiles tiles = shape_tiles(problem, shape.cluster_size, device, kMaxTileLanes);
+  const bool fast = whole || (problem.x_dtype == DType::kFloat32 && tiles.slices == 1);
   const int sharing = std::max(tiles.slices, shape.cluster_size);
-  return bytes <= kFewRowsBytes && ceil_div(problem.rows, sharing) <= (whole ? 1024 : 256);
+  const int64_t most_bytes =
+      by_cluster && size_in_bytes(problem.x_dtype) == 2 ? kFewClusterRowsBytes : kFewRowsBytes;
+  return bytes <= most_bytes &&
+         ceil_div(problem.rows, sharing) <= (fast ? kMostTileRows : kMostUnevenTileRows);
 }
 
 // Rows as in the ring, one per group of threads, and before them the tiles of columns, or, of a
@@ -330,12 +342,18 @@ struct Groups {
 
 // dw and db, from the same read of x and dy as dx or from a kernel of their own.
 //
-// The fused backward leaves one row of partial sums per group, written and read once in float32. It
-// pays while a group has at least kMinRows rows to spread that over; below, x and dy mostly sit in
-// the L2 cache and reading them twice is cheaper.
+// The fused backward leaves one row of partial sums per group, written and read once. For few rows
+// that is as much as x and dy, which sit in the L2 cache then, but one launch less pays for it.
+// Microseconds on an H200, by a kernel of its own and so: bfloat16 793 x 8192 29 and 22, 99 x 65536
+// 31 and 23, 1 x 262144 16 and 12, float32 793 x 4096 28 and 18, 1037 x 4095 36 and 26, 84 x 50257
+// 42 and 28, bfloat16 beside a float32 dy 244 x 1023 14 and 11, 1037 x 8192 47 and 30; in registers
+// float32 beside a bfloat16 dy 488 x 4096 19 and 16, 1955 x 1023 25 and 20. Only rows of more than
+// four warps that are held in registers and not aligned need kMinRows for each group: float16
+// beside a bfloat16 dy 244 x 4095 17 and 34, 976 x 4095 34 and 44.
 void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const Groups& groups,
                        bool streams, const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kMinRows = 8;
+  constexpr int kFewThreads = 128;
   const bool tiny =
       plan.kernel == Kernel::kElements && is_tiny(problem.cols, size_in_bytes(problem.x_dtype));
   // The blocks of a row may leave several shares: 192 x 1000000 bfloat16 reached .56 of an
@@ -346,8 +364,8 @@ void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const
   const bool can_share = shares == 1 || are_small(shares * working_groups, problem);
   const bool can_fuse = problem.dx && plan.kernel != Kernel::kSplit &&
                         (!streams || plan.cluster_size == 1 || can_share);
-  const bool pays = tiny || plan.is_wide || plan.copies_ahead ||
-                    (streams ? problem.rows : groups.all) >= kMinRows * groups.resident;
+  const bool pays = streams || plan.copies_ahead || plan.vectorized ||
+                    plan.threads_per_row <= kFewThreads || groups.all >= kMinRows * groups.resident;
   const bool fuse = request.weight_grads ? *request.weight_grads == WeightGrads::kFused : pays;
   if (!can_fuse || !fuse) {
     plan_columns(plan, problem, device);
