@@ -190,7 +190,7 @@ Tiles shape_tiles(const BackwardProblem& problem, int cluster_size, const Device
 // that leave lanes idle, where instructions count for more (see fill_lanes).
 constexpr int64_t kFewRowsBytes = 12 << 20;
 // 16-bit rows of clusters, in one launch and in the ring: of 8 MB 32768 columns 20 and 19 us, 65536
-// 20 and 19, of 12 MB 12288 25 and 21, 32768 27 and 22, 65536 26 and 22; but float32 12288 20 both.
+// 20 and 19, of 12 MB 12288 25 and 21, 32768 27 and 22, 65536 27 and 22; but float32 12288 20 both.
 constexpr int64_t kFewClusterRowsBytes = 8 << 20;
 // Rows of a block that sums a tile. Where granules are read word by word, and rows are short enough
 // to share a tile's rows out, it takes longer than the ring: bfloat16 6001 columns of 8 MB 29 us
