@@ -120,14 +120,18 @@ __device__ __forceinline__ void start_copy(uint4* shared, const void* global) {
 #endif
 }
 
-// The same from a multiple of eight bytes on.
+// Copies eight bytes likewise.
+__device__ __forceinline__ void copy_8_bytes(unsigned target, const void* source) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
+#endif
+}
+
+// The same as start_copy from a multiple of eight bytes on.
 __device__ __forceinline__ void start_copy_by_elements(uint4* shared, const double* global) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], 8;\n\t"
-      "cp.async.ca.shared.global [%0 + 8], [%1 + 8], 8;" ::"r"(shared_address(shared)),
-      "l"(global)
-      : "memory");
+  copy_8_bytes(shared_address(shared), global);
+  copy_8_bytes(shared_address(shared) + sizeof(double), global + 1);
 #else
   double* const elements = reinterpret_cast<double*>(shared);
   elements[0] = global[0];
@@ -152,14 +156,7 @@ __device__ __forceinline__ void copy_async(unsigned target, const void* source) 
 #endif
 }
 
-// The same of eight bytes.
-__device__ __forceinline__ void copy_8_bytes(unsigned target, const void* source) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(source) : "memory");
-#endif
-}
-
-// A granule, past the L1 cache if not kCached.
+// The same, past the L1 cache if not kCached.
 template <bool kCached>
 __device__ __forceinline__ void copy_granule(unsigned target, const void* source) {
 #if __CUDA_ARCH__ >= 900

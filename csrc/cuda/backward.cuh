@@ -78,7 +78,7 @@ FewRowsParameters<X> few_rows_parameters(const BackwardArgs& args, const Backwar
   p.slices = plan.slices;
   p.tile_lanes = plan.tile_lanes;
   p.column_blocks = static_cast<int>(plan.column_blocks);
-  p.clusters_of_tiles = p.column_blocks / std::max(p.slices, plan.cluster_size);
+  p.clusters_of_tiles = p.column_blocks / few_rows_cluster(plan);
   p.block_rows = plan.rows_per_block;
   p.slice_rows = (args.rows + p.slices - 1) / p.slices;
   return p;

@@ -10,8 +10,6 @@
 // of a cluster.
 #pragma once
 
-#include <algorithm>
-
 #include "backward_bulk.cuh"
 #include "backward_tiny.cuh"
 #include "element_columns.cuh"
@@ -447,7 +445,7 @@ cudaError_t launch_backward_elements(const RingParameters<X>& p, const FewRowsPa
     const int threads = plan.threads_per_row * plan.rows_per_block;
     if (plan.kernel == Kernel::kFewElements) {
       return Launch(plan.blocks, dim3(threads), stream)
-          .in_clusters(std::max(plan.cluster_size, plan.slices))
+          .in_clusters(few_rows_cluster(plan))
           .overlapping(plan.overlap_launches)(backward_few_elements<X, kSpan, kLanes, kPairs>, p,
                                               tiles);
     }

@@ -396,7 +396,7 @@ cudaError_t launch_few_rows(const FewRowsParameters<X>& p, const BackwardPlan& p
       if (plan.run_columns > 0) kernel = backward_few_rows<X, kSpan, false, kChunks, true>;
     }
     return Launch(plan.blocks, dim3(block_threads(plan)), stream)
-        .in_clusters(std::max(p.slices, plan.cluster_size))
+        .in_clusters(few_rows_cluster(plan))
         .overlapping(plan.overlap_launches)(kernel, p);
   };
   const std::integral_constant<int, kRingChunks<X>> chunks;

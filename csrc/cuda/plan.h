@@ -405,14 +405,19 @@ constexpr int rows_per_warp(const BackwardPlan& plan) {
   return kWarpSize / (plan.packed ? lanes : static_cast<int>(next_power_of_two(lanes)));
 }
 
+// Blocks of a cluster of kFewRows and kFewElements, which hold a row or share the rows of a tile.
+constexpr int few_rows_cluster(const BackwardPlan& plan) {
+  return plan.cluster_size > plan.slices ? plan.cluster_size : plan.slices;
+}
+
 constexpr int block_threads(const BackwardPlan& plan) {
   const int together = rows_per_warp(plan);
   const int lanes = plan.threads_per_row;
   return plan.rows_per_block / together * (together > 1 && lanes < kWarpSize ? kWarpSize : lanes);
 }
 
-// What a thread of such a block has in shared memory: x, dy, mean and rstd of so many rows, in
-// granules, and in one block of its own the weight.
+// What a thread that copies rows ahead has in shared memory: x, dy, mean and rstd of so many rows,
+// in granules, and where a block holds a row, the weight.
 constexpr int kAheadGranules = 2 * backward_chunks(DType::kFloat64) + 1;
 constexpr int ahead_stages(bool in_cluster) { return in_cluster ? 3 : 2; }
 constexpr int ahead_bytes(int threads, bool in_cluster) {

@@ -286,7 +286,7 @@ void shape_few_rows(BackwardPlan& plan, const RingShape& shape, const BackwardPr
   plan.blocks = plan.column_blocks;
   if (problem.dx) {
     const int64_t blocks = ceil_div(problem.rows, plan.rows_per_block) * plan.cluster_size;
-    const int cluster = std::max(plan.slices, plan.cluster_size);
+    const int cluster = few_rows_cluster(plan);
     plan.blocks += ceil_div(blocks, cluster) * cluster;
   }
 }

@@ -141,7 +141,8 @@ __device__ __forceinline__ uint32_t word_of(const Granule& granule, int index) {
   return word;
 }
 
-// Stores the bytes of a granule from `begin` on, a whole number of elements of kSize bytes; some.
+// Stores the bytes of a granule from `begin` on, a whole number of elements of kSize bytes, two or
+// four; some.
 template <int kSize>
 __device__ __forceinline__ void store_end(char* target, const Granule& granule, int begin) {
   const int words = (begin + 3) / 4;  // before the first whole one
@@ -149,7 +150,7 @@ __device__ __forceinline__ void store_end(char* target, const Granule& granule, 
     *reinterpret_cast<uint16_t*>(target + begin) =
         static_cast<uint16_t>(word_of(granule, begin / 4) >> 16);
   }
-  if (kSize <= 4 && words % 2 != 0) {
+  if (words % 2 != 0) {
     *reinterpret_cast<uint32_t*>(target + 4 * words) = word_of(granule, words);
   }
   if (words <= 2) {
@@ -161,7 +162,7 @@ __device__ __forceinline__ void store_end(char* target, const Granule& granule, 
 template <int kSize>
 __device__ __forceinline__ void store_begin(char* target, const Granule& granule, int end) {
   if (end >= 8) *reinterpret_cast<uint2*>(target) = make_uint2(granule.words[0], granule.words[1]);
-  if (kSize <= 4 && end % 8 >= 4) {
+  if (end % 8 >= 4) {
     *reinterpret_cast<uint32_t*>(target + end / 8 * 8) = word_of(granule, end / 8 * 2);
   }
   if (kSize == 2 && end % 4 != 0) {
