@@ -3,6 +3,7 @@
     python -m bench --set quick
     python -m bench --set full --passes fwd,bwd --json bench/results/h200_bench.json
     python -m bench --rows 4096,65536 --cols 1024,8192 --dtypes bf16,fp32
+    python -m bench --widths 100 --megabytes 134,17 --providers fastnorm,torch --seconds 0.02
     python -m bench --latency --host
 
 docs/roofline.md says what is measured, and how.
@@ -23,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from bench import environment, merge
-from bench.cases import COLD, DTYPES, PASSES, SETS, Mode, Pass, Work, cross, part_of
+from bench.cases import COLD, DTYPES, PASSES, SETS, Case, Mode, Pass, Work, cross, part_of, widths
 from bench.measure import Bench, DeviceLostError, raise_if_lost
 from bench.providers import DEFAULT, PROVIDERS
 from bench.report import heading, report
@@ -65,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--rows", type=_numbers, help="with --cols: every row number times ...")
     what.add_argument("--cols", type=_numbers, help="... every row width")
     what.add_argument("--shapes", type=_shapes, help="such as 65536x1024,4096x8192")
+    what.add_argument("--widths", type=int, help="so many row widths, from one to --most")
+    what.add_argument("--most", type=int, default=65536, help="of them the widest (65536)")
+    what.add_argument("--megabytes", type=_numbers, default=[134], help="of x, per width (134)")
     what.add_argument("--dtypes", type=_list, help=f"of {','.join(DTYPES)}")
     what.add_argument("--weight", choices=DTYPES, help="dtype of weight and bias (the input's)")
     what.add_argument("--latency", action="store_true", help="in CUDA graphs, from a warm cache")
@@ -96,8 +100,16 @@ def _works(args: argparse.Namespace, passes: list[Pass]) -> list[Work]:
         shapes += [(rows, cols) for rows in args.rows for cols in args.cols]
     sets = list(args.sets or [])
     works: list[Work] = []
-    if shapes:
-        cases = list(cross(shapes, args.dtypes or ["bf16"], args.weight))
+    dtypes = args.dtypes or ["bf16"]
+    cases = list(cross(shapes, dtypes, args.weight))
+    for dtype in dtypes if args.widths else ():
+        for megabytes in args.megabytes:
+            elements = megabytes * 10**6 // DTYPES[dtype].itemsize
+            cases += [
+                Case(max(1, elements // cols), cols, dtype, args.weight)
+                for cols in widths(args.widths, args.most)
+            ]
+    if cases:
         modes: list[Mode] = (["graph"] if args.latency else []) + (["host"] if args.host else [])
         works += [Work(mode, case) for mode in modes or [COLD] for case in cases]
     else:
@@ -106,7 +118,7 @@ def _works(args: argparse.Namespace, passes: list[Pass]) -> list[Work]:
             sets = ["quick"]
     for name in sets:
         works += SETS[name]
-    if not shapes and args.dtypes:
+    if not cases and args.dtypes:
         works = [work for work in works if work.case.dtype in args.dtypes]
     works = [work for work in dict.fromkeys(works) if work.passes(passes)]
     return part_of(works, *args.part)

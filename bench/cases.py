@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -346,6 +347,19 @@ SETS["full"] = tuple(
 def part_of(works: list[Work], part: int, parts: int) -> list[Work]:
     """Every `parts`-th piece of work: parts take about equally long."""
     return works[part - 1 :: parts]
+
+
+def widths(count: int, most: int) -> list[int]:
+    """So many row widths up to `most`, the same each time and evenly spread over its powers: one
+    third of them multiples of 64 where they are that wide, one third of 8.
+    """
+    drawn = random.Random(0)
+    found = set()
+    for index in range(count):
+        unit = (1, 8, 64)[index % 3]
+        cols = round(most ** ((index + drawn.random()) / count))
+        found.add(max(1, round(cols / unit) * unit) if cols >= unit else cols)
+    return sorted(found)
 
 
 def cross(shapes: list[tuple[int, int]], dtypes: list[str], weight: str | None) -> Iterator[Case]:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as command  # noqa: E402
 from bench import build, measure, merge, readme, timing, vmap  # noqa: E402
-from bench.cases import PASSES, SETS, Case, Work, part_of  # noqa: E402
+from bench.cases import PASSES, SETS, Case, Work, part_of, widths  # noqa: E402
 from bench.goals import GOALS, goal_of, kind_of, memory_goal  # noqa: E402
 from bench.measure import Bench, judged  # noqa: E402
 from bench.problem import Problem  # noqa: E402
@@ -77,6 +77,17 @@ def test_parts_are_the_whole() -> None:
     parts = [part_of(works, part, 3) for part in (1, 2, 3)]
     assert sorted(str(work) for part in parts for work in part) == sorted(map(str, works))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_widths_are_spread_and_the_same_each_time() -> None:
+    drawn = widths(60, 65536)
+    assert drawn == widths(60, 65536) == sorted(set(drawn))
+    assert drawn[0] == 1
+    assert 60_000 < drawn[-1] <= 65536
+    assert len(drawn) > 50
+    for power in range(16):  # three or four for each, where there are so many
+        assert sum(2**power <= cols < 2 ** (power + 1) for cols in drawn) >= min(2**power, 2)
+    assert sum(cols % 64 == 0 for cols in drawn) >= 10 <= sum(cols % 8 != 0 for cols in drawn)
 
 
 def test_bytes_that_must_move() -> None:
