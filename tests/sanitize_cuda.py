@@ -241,7 +241,8 @@ def check_run(
     begin = time.time()
     tool = RUNS[run]
     calls = calls_of(run, matching)
-    number = min(SHARES[run], max(1, len(calls) // 4))
+    number = min(SHARES[run], (4 if tool == "racecheck" else 2) * processes)
+    number = min(number, max(1, len(calls) // 4))
     listed = hashlib.sha256(repr((number, OPTIONS.get(tool), calls)).encode()).hexdigest()[:16]
     if earlier.get("listed") != listed:
         earlier = {"ran_of_shares": [0] * number, "seconds": 0}
