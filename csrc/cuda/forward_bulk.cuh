@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kElementRowThreads, kBulkBlocks)
     return BulkElements<X>(p, first_row_of_block<kBlockRows>(), kBlockRows, kTeams > 1);
   };
   part().copy_in(sectors, p.x, barrier);
+  send_for_late_parameters(p);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
 
@@ -138,6 +139,7 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarpSize, kBulkLongBlocks)
   start_bulk_block(p, barrier);
   const auto part = [&] { return BulkElements<X>(p, first_row_of_block<kRows>(), kRows, false); };
   part().copy_in(sectors, p.x, barrier);
+  send_for_late_parameters(p);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
 

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kElementRowThreads, (kElementBlocks<X, kSteps,
     const int64_t last = kPairing == Pairing::kAlternate ? (p.rows - 1) / 2 * 2 : p.rows - 1;
     tile.load(r, p.x + (row_of(r) < p.rows ? row_of(r) : last) * p.x_row_stride);
   }
+  send_for_late_parameters(p);
   SetMoments<float> sets[kRows];
   float rstd[kRows];
   tile.moments(sets, cols, p.inverse_cols);
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow)
     const int64_t row = first_row + r < p.rows ? first_row + r : p.rows - 1;
     tile.load(r, p.x + row * p.x_row_stride + begin);
   }
+  send_for_late_parameters(p);
   SetMoments<float> sets[kRows];
   tile.moments(sets, cols, quotient(1.f, static_cast<float>(cols)));
   float rstd[kRows];

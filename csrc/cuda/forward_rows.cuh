@@ -339,6 +339,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   __shared__ SetMoments<A> warp_moments[kMaxThreads / kWarpSize];
   __shared__ SetMoments<A> block_moments[kMaxClusterSize];
   start_block(p);
+  // While rows are on their way, where registers leave room for it.
+  constexpr bool kSendsLate = kVectorized && kEarlyParameters<X, W>;
+  if constexpr (!kCluster && !kSendsLate) send_for_late_parameters(p);
   if constexpr (kCluster) cluster_arrive();  // no block may write into one that has not started
 
   // Where it saves instructions or spills: of a copy on an H200, 134 MB, 8193 columns of float32
@@ -370,6 +373,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   with_inside([&](auto is_inside) {
     tile.template load<decltype(is_inside)::value>(p.x + row * p.x_row_stride, p.x_end);
   });
+  if constexpr (!kCluster && kSendsLate) send_for_late_parameters(p);
   SetMoments<A> moments;
   // Leaves the moments of the block's warps, by differences, where all find them.
   const auto share_moments = [&](auto again) {
@@ -448,6 +452,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kWarpBlocks<X, Y, W, kChunks
   const int lane = threadIdx.x;
   Tile tile(shared_chunks + threadIdx.y * Tile::kGranules, {0, static_cast<int>(p.cols), lane});
   tile.load(p.x + row * p.x_row_stride, p.x_end);
+  send_for_late_parameters(p);
   // As forward_short_rows does, which takes such rows too if they are few.
   constexpr bool kSums = kSumsFirst<Tile::kColumns, kWarpSize, kChunks>;
   const auto by_differences = [&](SetMoments<A>(&rows)[1]) {

@@ -27,26 +27,40 @@ __device__ __forceinline__ void send_for(const T* elements, int64_t count) {
 #endif
 }
 
-// The first thing that a block does, before it reads or writes any tensor. Weight and bias are
-// needed late, and then by all blocks: 16384 x 8192 bfloat16 took 132.8 us on an H200 when nobody
-// had sent for them, 132.5 us so, 16384 x 1024 23.1 and 22.3 us. Where all blocks find a place,
-// they ask for them as early: in a CUDA graph 1 x 1024 1.34 us and, not sent for, 1.25, 512 x 8192
-// 4.26 and 4.10.
+// Asks the L2 cache for weight and bias, once for all blocks. They are needed late, and then by
+// all.
+template <class X, class Y, class W>
+__device__ __forceinline__ void send_for_parameters(const ForwardParameters<X, Y, W>& p) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+    send_for(p.weight, p.cols);
+    send_for(p.bias, p.cols);
+  }
+}
+
+// The first thing that a block does, before it reads or writes any tensor. 16384 x 8192 bfloat16
+// took 132.8 us on an H200 when nobody had sent for weight and bias, 132.5 us so, 16384 x 1024 23.1
+// and 22.3 us. Where all blocks find a place at once, this would only delay the first one (in a
+// CUDA graph 1 x 1024 1.34 us and, not sent for, 1.25, 512 x 8192 4.26 and 4.10): see
+// send_for_late_parameters.
 template <class X, class Y, class W>
 __device__ __forceinline__ void start_block(const ForwardParameters<X, Y, W>& p) {
   if constexpr (!kTakesTurns<X>) return;
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x < p.first.blocks) {
-    if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
-      send_for(p.weight, p.cols);
-      send_for(p.bias, p.cols);
-    }
+    send_for_parameters(p);
     const unsigned cycles = blockIdx.x / p.first.turn * p.first.cycles;
     const unsigned begin = clock();
     while (static_cast<unsigned>(clock()) - begin < cycles) {
     }
   }
+}
+
+// What a block does when it has asked for its rows, but asks for weight and bias only once their
+// moments are there.
+template <class X, class Y, class W>
+__device__ __forceinline__ void send_for_late_parameters(const ForwardParameters<X, Y, W>& p) {
+  if (kTakesTurns<X> && p.first.blocks == 0) send_for_parameters(p);
 }
 
 // The same of a block whose x comes by a bulk copy, for which the barrier is.

@@ -257,6 +257,7 @@ __global__ void __launch_bounds__(kMaxThreadsPerRow, kStreams ? 3 : 1)
     }
     x.copy_ends(stage, x.sector, all, thread);
   }
+  send_for_late_parameters(p);
   __syncthreads();
   wait_barrier<false>(barrier, 0);
 
