@@ -216,7 +216,9 @@ def test_the_forward_ring_sums_as_clusters_do(
 
 
 @pytest.mark.parametrize("dtype", SMALL_DTYPES, ids=name_of)
-@pytest.mark.parametrize("cols", [2, 5, 8, 13, 16, 24, 28, 31, 32, 45, 63, 65, 81, 99, 127])
+@pytest.mark.parametrize(
+    "cols", [1, 2, 3, 4, 5, 8, 13, 16, 24, 28, 31, 32, 45, 63, 65, 81, 99, 127]
+)
 def test_any_number_of_very_short_rows(cols: int, dtype: torch.dtype) -> None:
     """Wherever the last one ends, there lies nothing but NaN behind: the bits of a larger batch,
     dense or with gaps between rows, and dw and db of these rows alone."""

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
   const int warp = warp_index();
   const int team = threadIdx.x % kWarpSize / kLanes;
   const int cols = static_cast<int>(p.cols);
+  const bool single = kCount == 2 && cols == 1;
   Run run(cols);
   Storage& storage = memory[warp];
   const int x_offset = Tile::offset_of(p.x, p.x_row_stride == cols);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kTinyThreads, tiny_backward_blocks(kCount))
         const float scaled = dy[i] * rstd[r];
         dw[i] = fma(scaled, x[i], dw[i]);
         db[i] += dy[i];
-        x[i] = gradient.dx(x[i], scaled, weight[i]);
+        x[i] = single ? gradient.dx_of_single(x[i]) : gradient.dx(x[i], scaled, weight[i]);
       }
       run.store(x, dx_place + r * next_row);
     }

@@ -102,7 +102,7 @@ constexpr int kMostPairedColumns = 28;   // where it is better than chunks that 
 constexpr int kMaxPairedWarps = 4;       // so many of these
 constexpr int kLeastElementPairs = 4;    // of columns: a lane of the backward's long ones has more
 constexpr int kMostTinyColumns = 64;     // of very short rows of kElements, but for some; and
-constexpr int kLeastTinyLane = 4;        // of a lane in those, at least
+constexpr int kLeastTinyLane = 2;        // of a lane in those, at least
 constexpr int kMostTinyLane = 16;        // and at most
 constexpr int kTinyThreads = 128;        // the block of such rows in the backward
 constexpr int kSegmentThreads = 256;     // the block of a kSplit segment
@@ -185,7 +185,7 @@ constexpr TinyShape tiny_shape(int64_t cols, int element_bytes) {
   const int most = element_bytes != 2 ? 10 : cols == 51 ? 8 : kMostTinyLane;
   const auto lanes = static_cast<int>(next_power_of_two((cols + most - 1) / most));
   const auto each = static_cast<int>((cols + lanes - 1) / lanes);
-  return {lanes, each <= kLeastTinyLane ? kLeastTinyLane : (each + 1) / 2 * 2};
+  return {lanes, (each + 1) / 2 * 2};
 }
 
 // Whether any row has that shape.
@@ -199,10 +199,13 @@ constexpr bool is_tiny_shape(int lanes, int columns, int element_bytes, bool for
 }
 
 // Such rows that a lane takes in the forward, with so many columns of each. (Of 2 and 3 columns,
-// bfloat16 by four rows 183 and 131 us on an H200, 163 and 119.5 by eight, float32 104 and 105.)
+// bfloat16 by four rows 183 and 131 us on an H200, 163 and 119.5 by eight, float32 104 and 105. Of
+// 1 and 2, by four columns and so, 134 MB: bfloat16 280 -> 211 us and 149 -> 140, backward of 2
+// 204 -> 176; float32 142 -> 137, 102 -> 103, backward 138 -> 135.)
 constexpr int tiny_forward_rows(int columns, int element_bytes) {
   if (columns > 8) return 2;
-  return columns == kLeastTinyLane && element_bytes == 2 ? 8 : 4;
+  const int rows = columns == 2 ? 8 : 4;
+  return element_bytes == 2 && columns <= 4 ? 2 * rows : rows;
 }
 
 // And tiles of such rows that a warp takes there, at most, for what it does before the first is
@@ -220,7 +223,7 @@ constexpr int tiny_forward_tiles(int lanes, int columns, int element_bytes) {
 // bfloat16 157 -> 163 and 134 -> 146, 5 and 21 of float32 120 -> 126 and 111 -> 124. With eight in
 // six blocks, where float16 spills, and in five 51 columns of it .71 and .78, 32 .85 and .875.
 constexpr int tiny_backward_rows(int columns, int element_bytes) {
-  const int rows = columns == kLeastTinyLane ? 4 : columns <= 8 ? 2 : 1;
+  const int rows = columns == 2 ? 8 : columns == 4 ? 4 : columns <= 8 ? 2 : 1;
   return element_bytes == 2 ? rows : (rows + 1) / 2;
 }
 constexpr int tiny_backward_blocks(int columns) { return columns == 6 ? 6 : columns <= 12 ? 5 : 4; }
@@ -426,9 +429,13 @@ constexpr int ahead_bytes(int threads, bool in_cluster) {
 }
 
 // Columns of partial sums that a thread of the backward's second kernel reads at once; and how many
-// such vectors it may have.
+// such vectors it may have. Of few columns vectors would leave few threads side by side, and long
+// sums to those that add up what all have: 16384 x 512 bfloat16 took 23.6 us on an H200 so, 22.9 by
+// single columns, 131072 x 64 24.1 and 23.5, 8192 x 1024 23.3 and 23.2, but 2048 x 4096 float32
+// 34.3 and 34.6.
 constexpr int finish_vector(DType accumulator, int64_t cols) {
-  return accumulator == DType::kFloat32 && cols % 4 == 0 ? 4 : 1;
+  constexpr int64_t kFew = 512;
+  return accumulator == DType::kFloat32 && cols % 4 == 0 && cols > kFew ? 4 : 1;
 }
 constexpr int most_finish_vectors(int64_t vector) { return vector == 1 ? 4 : 2; }
 

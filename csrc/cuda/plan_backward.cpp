@@ -349,7 +349,8 @@ struct Groups {
 // 42 and 28, bfloat16 beside a float32 dy 244 x 1023 14 and 11, 1037 x 8192 47 and 30; in registers
 // float32 beside a bfloat16 dy 488 x 4096 19 and 16, 1955 x 1023 25 and 20. Only rows of more than
 // four warps that are held in registers and not aligned need kMinRows for each group: float16
-// beside a bfloat16 dy 244 x 4095 17 and 34, 976 x 4095 34 and 44.
+// beside a bfloat16 dy 244 x 4095 17 and 34, 976 x 4095 34 and 44. (So where few long rows of mixed
+// dtypes begin may change the last bits of dw and db, though never those of dx.)
 void plan_weight_grads(BackwardPlan& plan, const BackwardProblem& problem, const Groups& groups,
                        bool streams, const DeviceProperties& device, const PlanRequest& request) {
   constexpr int64_t kMinRows = 8;

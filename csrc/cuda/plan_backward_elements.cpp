@@ -124,8 +124,7 @@ std::optional<ElementShape> element_shape(const BackwardProblem& problem,
   constexpr int64_t kMostPairs = 8;
   const int element_bytes = size_in_bytes(problem.x_dtype);
   const bool tiny = is_tiny(problem.cols, element_bytes);
-  // A single column's dx is exactly zero, but not in this order of operations.
-  if (!(tiny || ends_within_a_chunk(problem)) || problem.cols == 1 || !has_one_dtype(problem) ||
+  if (!(tiny || ends_within_a_chunk(problem)) || !has_one_dtype(problem) ||
       !can_stream(problem.x_dtype, device)) {
     return std::nullopt;
   }

@@ -130,6 +130,9 @@ struct RowGradient {
   __device__ __forceinline__ float dx(float centred, float scaled, float weight) const {
     return fma(-slope, centred, fma(scaled, weight, -offset));
   }
+  // Of a row's only column, where the other two terms are the same number: exactly zero if the mean
+  // is that column.
+  __device__ __forceinline__ float dx_of_single(float centred) const { return -slope * centred; }
 };
 
 // A column that a lane has behind its warp's chunks: its weight, and what it has of dw and db.

@@ -15,13 +15,13 @@
 namespace fastnorm::cuda {
 
 // The columns of a lane of such a row, neighbours: kCount at most, and two fewer at the least (one
-// at the least where kCount is four). Lanes that have one more are not the first, but spread
+// at the least where kCount is two). Lanes that have one more are not the first, but spread
 // evenly: of 17, 34, 68 and 113 columns two of a warp's lanes meet in a bank so, three else.
 template <class X, int kLanes, int kCount>
 struct TinyRun {
   static constexpr int kSize = static_cast<int>(sizeof(X));
   static constexpr int kTeams = kWarpSize / kLanes;  // rows side by side
-  static constexpr int kWhole = kCount == kLeastTinyLane ? 1 : kCount - 2;
+  static constexpr int kWhole = kCount == 2 ? 1 : kCount - 2;
   using Values = float[kCount];
 
   // Whether lanes may have a whole granule each.
