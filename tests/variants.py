@@ -507,7 +507,7 @@ def run(call: Call) -> list[Tensor]:
         if call.direction == "forward":
             out_dtype = None if call.other == call.dtype else call.other
             if call.inference:
-                results = (ops.layer_norm(x, shape[1:], weight, bias, 1e-5, out_dtype),)
+                results = (ops.layer_norm(x, shape[1:], weight, bias, 1e-5, out_dtype=out_dtype),)
             else:
                 results = ops.layer_norm_forward(x, shape[1:], weight, bias, 1e-5, out_dtype)
         else:
