@@ -582,17 +582,14 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
-    const auto tell = [&] {
-      // (A grid's rank takes a register.)
-      if (p.mean != nullptr && threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {
-        const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
-        p.mean[row] = moments.mean;
-        p.rstd[row] = rstd;
+    // Before y it would take 8 bytes of spills in 16-bit rows that are kept together.
+    constexpr bool kTellsLast =
+        kSpan == ForwardSpan::kPacedCluster && kIs16Bit<X> && sizeof(W) == sizeof(X);
+    if constexpr (!kTellsLast) {
+      if (threadIdx.x == 0 && (kGrid ? begin : rank) == 0) {  // (a grid's rank takes a register)
+        put_statistics(p, first + static_cast<int64_t>(i) * p.clusters, moments.mean, rstd);
       }
-    };
-    // Where each is without spills: before y four bytes, or eight, in rows that are kept together,
-    // behind it four in rows that are not aligned.
-    if constexpr (!kVectorized) tell();
+    }
     const Standardizer<float> standardizer{rstd, moments.mean};
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
@@ -613,7 +610,11 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
       __syncwarp();  // before the slot is filled again
     }
     y += p.y_step;
-    if constexpr (kVectorized) tell();
+    if (kTellsLast && p.mean != nullptr && threadIdx.x == 0 && rank == 0) {
+      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
+      p.mean[row] = moments.mean;
+      p.rstd[row] = rstd;
+    }
   };
 
   // ---- all rows
