@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from bench import environment, merge
-from bench.cases import COLD, DTYPES, PASSES, SETS, Case, Mode, Pass, Work, cross, part_of, widths
+from bench.cases import COLD, DTYPES, PASSES, SETS, Mode, Pass, Work, cross, part_of, widths
 from bench.measure import Bench, DeviceLostError, raise_if_lost
 from bench.providers import DEFAULT, PROVIDERS
 from bench.report import heading, report
@@ -105,10 +105,9 @@ def _works(args: argparse.Namespace, passes: list[Pass]) -> list[Work]:
     for dtype in dtypes if args.widths else ():
         for megabytes in args.megabytes:
             elements = megabytes * 10**6 // DTYPES[dtype].itemsize
-            cases += [
-                Case(max(1, elements // cols), cols, dtype, args.weight)
-                for cols in widths(args.widths, args.most)
-            ]
+            drawn = widths(args.widths, args.most)
+            shapes = [(max(1, elements // cols), cols) for cols in drawn]
+            cases += cross(shapes, [dtype], args.weight)
     if cases:
         modes: list[Mode] = (["graph"] if args.latency else []) + (["host"] if args.host else [])
         works += [Work(mode, case) for mode in modes or [COLD] for case in cases]

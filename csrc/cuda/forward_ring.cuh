@@ -582,7 +582,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
   char* y = reinterpret_cast<char*>(p.y + first * static_cast<int64_t>(p.cols) + lane_offset);
   const auto write_row = [&](unsigned slot, int i, const Set& moments) {
     const float rstd = rstd_of(moments, p.inverse_cols, p.eps);
-    // Before y it would take 8 bytes of spills in 16-bit rows that are kept together.
+    // Before y, or asked in another order, 16-bit rows that are kept together spill 8 bytes.
     constexpr bool kTellsLast =
         kSpan == ForwardSpan::kPacedCluster && kIs16Bit<X> && sizeof(W) == sizeof(X);
     if constexpr (!kTellsLast) {
@@ -611,9 +611,7 @@ __global__ void __launch_bounds__(kForwardRingThreads<X, W, kAhead>, 1)
     }
     y += p.y_step;
     if (kTellsLast && p.mean != nullptr && threadIdx.x == 0 && rank == 0) {
-      const int64_t row = first + static_cast<int64_t>(i) * p.clusters;
-      p.mean[row] = moments.mean;
-      p.rstd[row] = rstd;
+      put_statistics(p, first + static_cast<int64_t>(i) * p.clusters, moments.mean, rstd);
     }
   };
 
